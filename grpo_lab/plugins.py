@@ -1,0 +1,40 @@
+"""A file's name is its config name; a dotted path `package.module:Class` loads code from outside the package.
+
+Each plugin folder fixes the class name its files define (`Gate`, `Task`, `EngineImpl`); files starting with `_` are private.
+"""
+
+import importlib
+import pkgutil
+from importlib import util
+from typing import Any
+
+from grpo_lab.errors import ConfigError, unknown_name
+
+
+def names(package: str) -> list[str]:
+    """Names of the plugins in a package, sorted; nothing is imported but the package itself."""
+    path = importlib.import_module(package).__path__
+    return sorted(m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_"))
+
+
+def load(package: str, name: str, class_name: str) -> Any:
+    """The class `class_name` of plugin `name` in `package`, or of the dotted path `module:Class` (`module` alone works too).
+
+    Raises ConfigError when the name is unknown, the module cannot be found, or the class is missing.
+    """
+    kind = class_name.lower()
+    if "." not in name and ":" not in name:
+        if name not in names(package):
+            raise unknown_name(kind, name, names(package))
+        return getattr(importlib.import_module(f"{package}.{name}"), class_name)
+    module_name, _, attribute = name.partition(":")
+    attribute = attribute or class_name
+    try:
+        if util.find_spec(module_name) is None:
+            raise ModuleNotFoundError(f"no module named {module_name!r}")
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"cannot import {kind} {name!r}: {error}; put its folder on PYTHONPATH") from None
+    if not hasattr(module, attribute):
+        raise ConfigError(f"{kind} {name!r}: module {module_name} defines no {attribute!r}")
+    return getattr(module, attribute)

@@ -1,0 +1,28 @@
+"""Tasks: one file = prompt + dataset + reward. A file here that defines `Task` is a task, named as the file.
+
+`Task(data: DataConfig)` loads and splits the data, reading its own keys from `data.options`.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from grpo_lab import plugins
+from grpo_lab.config import DataConfig
+from grpo_lab.types import Grade, Problem
+
+
+class TaskProtocol(Protocol):
+    """What the trainer asks of a task. `train` and `heldout` are disjoint and depend on `data` alone."""
+
+    train: Sequence[Problem]
+    heldout: Sequence[Problem]
+
+    def grade(self, problem: Problem, text: str, truncated: bool) -> Grade:
+        """The reward of one completion's text. Called for every completion; must be pure."""
+        ...
+
+
+def load_task(data: DataConfig) -> TaskProtocol:
+    """The task `data.task` names; ConfigError when the name, its options or its data are wrong."""
+    task: TaskProtocol = plugins.load("grpo_lab.tasks", data.task, "Task")(data)
+    return task
