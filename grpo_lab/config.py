@@ -89,7 +89,7 @@ class LearnerConfig(_Section):
     adam_beta2: float = Field(0.999, ge=0, lt=1)
     max_grad_norm: float = Field(1.0, gt=0)
     passes: int = Field(1, ge=1)
-    mini_batches: int = Field(1, ge=1)
+    mini_batches: int = Field(4, ge=1)
     microbatch_tokens: int = Field(16384, ge=1)  # rows x padded length of one forward
     share_prompt: bool = True  # run each prompt once per group instead of once per sibling
 
@@ -115,7 +115,7 @@ class Config(_Section):
 
     method: str = "grpo"
     recipe: Literal["free_energy", "paper"] = "free_energy"
-    beta: float = Field(0.05, ge=0)
+    beta: float = Field(0.05, gt=0)
     seed: int = Field(0, ge=0)
     group_size: int = Field(32, ge=2)
     prompts_per_step: int = Field(32, ge=1)
@@ -136,7 +136,7 @@ class Config(_Section):
         return self.prompts_per_step * self.group_size
 
 
-# Keys that do not change what is computed: a resumed run may change them.
+# Keys that do not change what is computed: a resumed run may change them (total_rollouts under a constant schedule only).
 FREE_ON_RESUME = {"output_dir", "run_name", "tracking", "total_rollouts", "rollout.weights_dir", "rollout.mismatch_limit"}
 
 
@@ -164,7 +164,7 @@ def build_config(tree: Mapping[str, Any], source: str) -> Config:
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_first_problem(error)}") from None
+        raise ConfigError(f"{source}: {first_problem(error)}") from None
     check_batch_algebra(config)
     return config
 
@@ -201,11 +201,9 @@ def changed_keys(old: Config, new: Config) -> list[str]:
     """Keys that differ and would change the trajectory, as `key: old -> new`."""
     before, after = _flatten(old.model_dump(mode="json")), _flatten(new.model_dump(mode="json"))
     differing = [k for k in before.keys() | after.keys() if before.get(k) != after.get(k)]
-    return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in sorted(differing) if not _is_free(k)]
-
-
-def _is_free(key: str) -> bool:
-    return any(key == free or key.startswith(free + ".") for free in FREE_ON_RESUME)
+    free = FREE_ON_RESUME if new.learner.schedule == "constant" else FREE_ON_RESUME - {"total_rollouts"}
+    relevant = [k for k in sorted(differing) if not any(k == name or k.startswith(name + ".") for name in free)]
+    return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in relevant]
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -250,19 +248,20 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     tree[leaf] = value
 
 
-def _first_problem(error: ValidationError) -> str:
+def first_problem(error: ValidationError, root: type[BaseModel] = Config, prefix: str = "") -> str:
+    """What is wrong, in one line, with the first bad key of model `root`, whose keys stand under `prefix` ("a.b.")."""
     problem = error.errors(include_url=False)[0]
-    location = ".".join(str(part) for part in problem["loc"])
+    location = prefix + ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return str(unknown_name("key", location, _keys_beside(problem["loc"])))
+        return str(unknown_name("key", location, _keys_beside(problem["loc"], root, prefix)))
     given = problem["input"]
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     return f"{location}={given!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}{more}"
 
 
-def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
-    section: Any = Config
+def _keys_beside(location: tuple[int | str, ...], root: type[BaseModel], prefix: str) -> list[str]:
+    section: Any = root
     for part in location[:-1]:
         section = section.model_fields[str(part)].annotation
-    prefix = "".join(f"{part}." for part in location[:-1])
+    prefix += "".join(f"{part}." for part in location[:-1])
     return [prefix + name for name in section.model_fields]

@@ -104,7 +104,8 @@ class TokenBatch:
 
     `input_ids` [N, T] holds prompt + completion without its last token, right-padded; `attention_mask` [N, T] marks it.
     `predict_from` [N, C] is the row position whose logits predict completion token t: the shift by one, done once.
-    Rows of a group are neighbours; `group_ids` [N] numbers the groups and `prompt_lengths` [N] counts prompt tokens.
+    Rows of a group are neighbours, G of them each; `group_ids` [N] is the group's number in the whole step (over all
+    ranks) and `prompt_lengths` [N] counts prompt tokens.
     """
 
     input_ids: Tensor
@@ -122,8 +123,8 @@ class TokenBatch:
         return int(self.completion_ids.shape[0])
 
     @property
-    def num_groups(self) -> int:
-        return int(self.group_ids.max()) + 1
+    def group_size(self) -> int:
+        return int((self.group_ids == self.group_ids[0]).sum())
 
 
 @dataclass(frozen=True)

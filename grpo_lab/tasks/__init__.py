@@ -1,6 +1,8 @@
 """Tasks: one file = prompt + dataset + reward. A file here that defines `Task` is a task, named as the file.
 
-`Task(data: DataConfig)` loads and splits the data, reading its own keys from `data.options`.
+`Task(data: DataConfig)` loads and splits the data, reading its own keys from `data.options`. `Task.example(folder)`
+writes a tiny data set there and returns the DataConfig for it; the contract test runs every task on its example, where
+`#### <answer>` or `<answer>` alone must be graded correct.
 """
 
 from collections.abc import Sequence
@@ -8,7 +10,10 @@ from typing import Protocol
 
 from grpo_lab import plugins
 from grpo_lab.config import DataConfig
+from grpo_lab.tasks._stream import problems_for_step
 from grpo_lab.types import Grade, Problem
+
+__all__ = ["TaskProtocol", "load_task", "problems_for_step"]
 
 
 class TaskProtocol(Protocol):

@@ -1,0 +1,1 @@
+"""grpo_lab: GRPO-family training and its free energy."""

@@ -1,0 +1,5 @@
+"""`python -m grpo_lab` is the same as `grpo-lab`."""
+
+from grpo_lab.cli import main
+
+main()

@@ -1,0 +1,145 @@
+"""The command line: parse, load the config, call one function. Imports no torch; errors a user caused are one line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from grpo_lab.config import Config, build_config, load_config
+from grpo_lab.errors import ConfigError, UserError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Train GRPO-family policies and measure how far they are from the Gibbs floor F* = -beta log Z.",
+)
+evaluate = typer.Typer(no_args_is_help=True, help="Measure a policy's free energy.")
+app.add_typer(evaluate, name="eval")
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file; without it the GSM8K experiment's defaults.")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override one key: --set learner.learning_rate=1e-5")]
+
+
+@app.command()
+def train(
+    config: ConfigFile = None,
+    method: Annotated[str | None, typer.Option(help="ppo, grpo, dapo, sao, sapo, gspo, ...: see `grpo-lab list`.")] = None,
+    beta: Annotated[float | None, typer.Option(help="Temperature of F = -E[r] + beta KL(pi || pi_ref).")] = None,
+    recipe: Annotated[str | None, typer.Option(help="free_energy (descends F) or paper (as published).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Run seed; every random choice derives from it.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Run name; default: method, beta and the time.")] = None,
+    set_: Overrides = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue this run folder from its newest complete checkpoint.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and batch sizes, then stop.")] = False,
+) -> None:
+    """Train a policy, save checkpoints, evaluate each one's free energy, draw the figures."""
+    flags = {"method": method, "beta": beta, "recipe": recipe, "seed": seed, "run_name": name}
+    loaded = _config_of_run(resume, config, set_, flags) if resume else load_config(config, set_ or [], flags)
+    from grpo_lab.console import Console
+    from grpo_lab.console import dry_run as print_dry_run
+    from grpo_lab.methods import resolve
+
+    objective = resolve(loaded)
+    if dry_run:
+        print_dry_run(Console(), loaded, objective)
+        return
+    _quiet_libraries()
+    from grpo_lab.run_dir import RunDir
+    from grpo_lab.train import train as run_training
+
+    run_training(loaded, Console(), RunDir.open(resume) if resume else None)
+
+
+@evaluate.command("checkpoint")
+def eval_checkpoint(
+    path: Annotated[Path, typer.Argument(help="A checkpoint folder, e.g. runs/RUN/checkpoints/rollouts_00032768")],
+    config: ConfigFile = None,
+    samples: Annotated[int | None, typer.Option(help="Samples per problem.")] = None,
+    problems: Annotated[int | None, typer.Option(help="Held-out problems.")] = None,
+    beta: Annotated[float | None, typer.Option(help="Evaluate F at another beta.")] = None,
+    set_: Overrides = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write every number to this file.")] = None,
+) -> None:
+    """E[r], KL, F with standard errors, the floor bracket and the gap of one checkpoint."""
+    from grpo_lab.console import Console
+    from grpo_lab.run_dir import RunDir
+
+    overrides = [*(set_ or []), *_given(("evaluation.samples", samples), ("evaluation.problems", problems), ("beta", beta))]
+    if config is None and not path.exists():
+        raise ConfigError(f"no checkpoint at {str(path)!r}; give the folder `grpo-lab train` printed")
+    loaded = load_config(config, overrides) if config else _with_overrides(RunDir.open(path), overrides)
+    _quiet_libraries()
+    from grpo_lab.evaluation.report import evaluate_checkpoint
+
+    evaluate_checkpoint(path, loaded, Console(), json_file)
+
+
+@app.command("list")
+def list_() -> None:
+    """The methods and every gate, task and engine that can be named in a config."""
+    from grpo_lab.methods import METHODS
+    from grpo_lab.plugins import names
+
+    for name, row in METHODS.items():
+        options = ", ".join(f"{key} {value:g}" for key, value in row.gate_options.items())
+        typer.echo(f"{name:8} {row.gate} ({options}), {row.level} level, old policy from the {row.old}; {row.source}")
+        typer.echo(f"{'':8} recipe paper: {row.advantage}, kl {row.kl}, {row.aggregate}" + (f"; {row.note}" if row.note else ""))
+    for kind, package in _PLUGIN_FOLDERS.items():
+        typer.echo(f"{kind:8} {', '.join(names(package))}")
+
+
+_PLUGIN_FOLDERS = {
+    "gates": "grpo_lab.objective.gates",
+    "tasks": "grpo_lab.tasks",
+    "engines": "grpo_lab.rollout.engines",
+}
+
+
+def _given(*pairs: tuple[str, Any]) -> list[str]:
+    return [f"{key}={value}" for key, value in pairs if value is not None]
+
+
+def _with_overrides(run: Any, overrides: list[str]) -> Config:
+    return load_config(run.path / "config.yaml", overrides)
+
+
+def _config_of_run(resume: Path, config: Path | None, overrides: list[str] | None, flags: dict[str, Any]) -> Config:
+    """The resumed run's own config with what the user changed on top; a --config replaces it before the changes."""
+    from grpo_lab.run_dir import RunDir
+
+    run = RunDir.open(resume)
+    if config is None:
+        return load_config(run.path / "config.yaml", overrides or [], flags)
+    chosen = load_config(config, overrides or [], flags)
+    kept = {"run_name": run.config.run_name, "output_dir": run.config.output_dir}
+    return build_config({**chosen.model_dump(mode="json"), **kept}, source=str(config))
+
+
+def _quiet_libraries() -> None:
+    """Third parties' progress bars and advice stay off the terminal; their errors do not."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+def main() -> None:
+    """Entry point: a UserError becomes one line on standard error and its exit code."""
+    try:
+        app()
+    except UserError as error:
+        sys.stderr.write(f"grpo-lab: {' '.join(str(error).split())}\n")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.stderr.write("grpo-lab: interrupted\n")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""What a run says on the terminal: one line a step, a bar with the time left on a tty, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from grpo_lab.config import Config, dump_yaml
+from grpo_lab.methods import METHODS, Objective, effective_beta_line, warnings
+
+
+if TYPE_CHECKING:
+    from grpo_lab.run_dir import RunDir
+
+
+class Console:
+    """Writes to standard output. Paths are never wrapped or coloured, so they can be copied."""
+
+    def __init__(self) -> None:
+        self._out = RichConsole(highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._steps = 0
+        self._started = time.monotonic()
+        self._first_step = 0
+
+    def say(self, text: str) -> None:
+        """One plain line."""
+        self._out.print(text, markup=False)
+        sys.stdout.flush()
+
+    def describe(self, config: Config, objective: Objective) -> None:
+        """The batch algebra, the objective in one line, and what is questionable about it."""
+        for line in describe_config(config, objective):
+            self.say(line)
+
+    def started(self, run: RunDir, config: Config, objective: Objective, progress: Any) -> None:
+        """The opening lines of a run."""
+        self.describe(config, objective)
+        self._steps = config.total_rollouts // config.rollouts_per_step
+        self._first_step = progress.step
+        self._started = time.monotonic()
+        self.say(f"run        {run.path}" + (f" (resumed after step {progress.step})" if progress.step else ""))
+        if self._out.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+            self._bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._out, transient=True)
+            self._task = self._bar.add_task("steps", total=self._steps, completed=progress.step)
+            self._bar.start()
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """One line about a finished step."""
+        done = int(metrics["step"])
+        rate = (time.monotonic() - self._started) / max(done - self._first_step, 1)
+        left = "" if self._bar else f"  left {_clock(rate * (self._steps - done))}"
+        self.say(
+            f"step {done:>4}/{self._steps}  rollouts {int(metrics['rollouts/total']):>7,}  "
+            f"reward {metrics['reward/mean']:.3f}  KL {metrics['policy/kl_ref']:7.3f}  F {metrics['policy/free_energy']:+.3f}  "
+            f"gate open {metrics['gate/open_fraction']:.3f}  grad {metrics['policy/grad_norm']:.2f}  "
+            f"mismatch {metrics['rollout/mismatch_mean']:.1e}  {metrics['perf/tokens_per_second']:.0f} tok/s{left}"
+        )
+        if self._bar:
+            self._bar.update(self._task, completed=done)
+
+    def interrupted(self, run: RunDir, signal: str) -> None:
+        """The run stopped on request."""
+        self._stop_bar()
+        self.say(f"stopped by {signal} after a whole step; saved. Continue with: grpo-lab train --resume {run.path}")
+
+    def finished(self, run: RunDir, table: Sequence[str], figures: Sequence[Path]) -> None:
+        """The closing lines: the evaluations as a table, and where everything is."""
+        self._stop_bar()
+        for line in table:
+            self.say(line)
+        self.say(f"run          {run.path}")
+        self.say(f"metrics      {run.metrics_file}")
+        for folder in sorted(run.checkpoints.glob("rollouts_*"))[-1:]:
+            self.say(f"checkpoint   {folder}")
+        for figure in figures:
+            if figure.suffix == ".png":
+                self.say(f"figure       {figure}")
+
+    def _stop_bar(self) -> None:
+        if self._bar:
+            self._bar.stop()
+            self._bar = None
+
+
+def describe_config(config: Config, objective: Objective) -> list[str]:
+    """The batch algebra and the objective, as lines."""
+    groups = config.total_rollouts // config.group_size
+    steps = config.total_rollouts // config.rollouts_per_step
+    train = config.data.train_problems
+    epochs = f"{groups / train:.4f} epochs of {train:,} problems" if train else "epochs depend on the task's size"
+    updates = config.learner.passes * config.learner.mini_batches
+    checkpoints = -(-config.total_rollouts // config.checkpoint_every)
+    lines = [
+        f"method     {config.method} ({METHODS[config.method].source}), recipe {config.recipe}, beta {config.beta:g}",
+        f"axes       gate {objective.gate}{dict(objective.gate_options)}, level {objective.level}, advantage {objective.advantage}, "
+        f"kl {objective.kl}, aggregate {objective.aggregate}, old {objective.old}, correction {objective.correction}",
+        f"objective  {effective_beta_line(objective, config.group_size)}",
+        f"batches    {config.total_rollouts:,} rollouts = {groups:,} groups of {config.group_size} = {steps:,} steps of "
+        f"{config.prompts_per_step} prompts; {epochs}",
+        f"updates    {updates} per step ({config.learner.passes} passes x {config.learner.mini_batches} mini-batches), "
+        f"{steps * updates:,} in all",
+        f"saves      {checkpoints} checkpoints, one every {config.checkpoint_every:,} rollouts"
+        + (f"; {checkpoints + 1} evaluations of {config.evaluation.problems} problems x {config.evaluation.samples} samples"
+           if config.evaluation.enabled else "; no evaluation"),
+        f"model      {config.model.name}, {config.model.dtype}, "
+        + (f"LoRA rank {config.model.lora_rank}" if config.model.lora_rank else "full fine-tuning")
+        + f"; engine {config.rollout.engine}; task {config.data.task}",
+    ]  # fmt: skip
+    return lines + [f"warning    {text}" for text in warnings(config, objective)]
+
+
+def dry_run(console: Console, config: Config, objective: Objective) -> None:
+    """The resolved configuration and the batch algebra; nothing is loaded or written."""
+    console.say(dump_yaml(config).rstrip())
+    console.say("---")
+    console.describe(config, objective)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

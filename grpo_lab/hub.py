@@ -1,0 +1,57 @@
+"""Model names -> local folders, and the tokenizer. The one place that talks to the model hub."""
+
+from pathlib import Path
+from typing import Any
+
+from grpo_lab.config import ModelConfig, expand_path
+from grpo_lab.errors import ConfigError
+
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def resolve_model(model: ModelConfig) -> Path:
+    """The folder of a model: a local one as given, else the hub's snapshot (downloaded once, offline from the cache).
+
+    Raises ConfigError in one line when the folder holds no model or the hub cannot serve it.
+    """
+    name = expand_path(model.name)
+    if Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            raise ConfigError(f"model.name={model.name!r}: the folder has no config.json; give a transformers model folder")
+        return Path(name).resolve()
+    if name.startswith(("/", ".", "~")) or name.count("/") != 1:
+        hint = "run `make demo-model` to create it" if "grpo_lab" in name else "give a folder or a hub id owner/name"
+        raise ConfigError(f"model.name={model.name!r}: no such folder; {hint}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=model.revision, allow_patterns=_FILES))
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0][:200]
+        raise ConfigError(
+            f"model.name={model.name!r}: the hub did not serve it ({type(error).__name__}: {reason}); check the name and "
+            "the network, or give a local folder"
+        ) from None
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model folder. ConfigError when it cannot be loaded."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no tokenizer in {folder}: {' '.join(str(error).split())[:200]}") from None
+
+
+def stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """Every id that ends a completion: the tokenizer's eos and those of the model's generation_config, sorted."""
+    from transformers import GenerationConfig
+
+    ids: set[int] = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    if (folder / "generation_config.json").is_file():
+        eos = GenerationConfig.from_pretrained(folder).eos_token_id
+        ids |= set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    if not ids:
+        raise ConfigError(f"the model in {folder} declares no end-of-sequence token: set eos_token_id in generation_config.json")
+    return tuple(sorted(ids))

@@ -1,0 +1,79 @@
+"""Groups -> TokenBatch on CPU, and rows of it -> smaller ones. The shift by one happens in `collate` and nowhere else."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from grpo_lab.types import RolloutGroup, TokenBatch
+
+
+def collate(groups: Sequence[RolloutGroup], group_ids: Sequence[int] | None = None) -> TokenBatch:
+    """Right-padded tensors of groups of equal size; the token ids are the sampled ones, never re-tokenised text.
+
+    `group_ids` number the groups within the whole step; 0, 1, 2, ... when absent.
+    """
+    assert groups and len({len(group.completions) for group in groups}) == 1, "groups must be non-empty and of one size"
+    numbers = list(group_ids) if group_ids is not None else list(range(len(groups)))
+    rows = [
+        (number, group.prompt_ids, completion)
+        for number, group in zip(numbers, groups, strict=True)
+        for completion in group.completions
+    ]
+    assert all(completion.token_ids for _, _, completion in rows), "every completion has at least one sampled token"
+    prompt_lengths = torch.tensor([len(prompt) for _, prompt, _ in rows])
+    lengths = torch.tensor([len(completion.token_ids) for _, _, completion in rows])
+    columns = torch.arange(int(lengths.max()))
+    mask = columns < lengths.unsqueeze(1)
+    inputs = _pad([[*prompt, *completion.token_ids[:-1]] for _, prompt, completion in rows])
+    return TokenBatch(
+        input_ids=inputs,
+        attention_mask=torch.arange(inputs.shape[1]) < (prompt_lengths + lengths - 1).unsqueeze(1),
+        predict_from=(prompt_lengths.unsqueeze(1) - 1 + columns) * mask,
+        completion_ids=_pad([completion.token_ids for _, _, completion in rows]),
+        completion_mask=mask.float(),
+        rollout_logprobs=_pad([completion.logprobs for _, _, completion in rows], torch.float32),
+        rewards=torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float32),
+        group_ids=torch.tensor([number for number, _, _ in rows]),
+        prompt_lengths=prompt_lengths,
+    )
+
+
+def select(tokens: TokenBatch, rows: Tensor) -> TokenBatch:
+    """The rows (indices [n]) of a batch as a batch of their own, trimmed to their longest."""
+    length = int((tokens.prompt_lengths[rows] + tokens.completion_mask[rows].sum(dim=1)).max()) - 1
+    completion_length = int(tokens.completion_mask[rows].sum(dim=1).max())
+    return TokenBatch(
+        input_ids=tokens.input_ids[rows, :length],
+        attention_mask=tokens.attention_mask[rows, :length],
+        predict_from=tokens.predict_from[rows, :completion_length],
+        completion_ids=tokens.completion_ids[rows, :completion_length],
+        completion_mask=tokens.completion_mask[rows, :completion_length],
+        rollout_logprobs=tokens.rollout_logprobs[rows, :completion_length],
+        rewards=tokens.rewards[rows],
+        group_ids=tokens.group_ids[rows],
+        prompt_lengths=tokens.prompt_lengths[rows],
+    )
+
+
+def plan_microbatches(tokens: TokenBatch, rows: Tensor, budget: int, within_group: bool) -> list[Tensor]:
+    """Split `rows` into micro-batches whose padded size fits `budget` tokens (a single row may exceed it).
+
+    Rows are sorted by length so that padding is small; `within_group` keeps the siblings of one prompt together.
+    """
+    lengths = (tokens.prompt_lengths + tokens.completion_mask.sum(dim=1)).long()
+    sort_keys = [(int(tokens.group_ids[row]) if within_group else 0, -int(lengths[row]), int(row)) for row in rows]
+    batches: list[list[int]] = []
+    for group, negative_length, row in sorted(sort_keys):
+        longest = int(lengths[batches[-1][0]]) if batches else 0
+        same_group = bool(batches) and (not within_group or int(tokens.group_ids[batches[-1][0]]) == group)
+        if same_group and longest * (len(batches[-1]) + 1) <= budget:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+        assert -negative_length <= int(lengths[batches[-1][0]])
+    return [torch.tensor(batch) for batch in batches]
+
+
+def _pad(rows: Sequence[Sequence[float]], dtype: torch.dtype = torch.long) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)

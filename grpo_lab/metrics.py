@@ -1,0 +1,66 @@
+"""Groups and batches -> the flat metrics of a step, by their logged names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from grpo_lab.methods import Objective
+from grpo_lab.types import RolloutGroup, TrainBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+OUTCOMES = ("unparsable", "truncated")
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Rewards, lengths and outcomes of the sampled groups."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    grades = [grade for group in groups for grade in group.grades]
+    lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
+    mean = sum(rewards) / len(rewards)
+    shares = {f"completion/{name}": sum(g.outcome == name for g in grades) / len(grades) for name in OUTCOMES}
+    return {
+        "reward/mean": mean,
+        "reward/std": (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5,
+        "reward/zero_std_groups": sum(len(set(group.rewards)) == 1 for group in groups) / len(groups),
+        "completion/length_mean": sum(lengths) / len(lengths),
+        **shares,
+    }
+
+
+def batch_metrics(batch: TrainBatch, sequence_log_ratio: Tensor, objective: Objective) -> dict[str, float]:
+    """KL to the reference (k1, per sequence, nats), its standard error, F on the training batch, and the mismatch.
+
+    The error is of fixed prompts: the mean within-group variance over N (THEORY C.2), so it holds for few prompts too.
+    """
+    tokens, mask = batch.tokens, batch.tokens.completion_mask
+    groups = sequence_log_ratio.double().view(-1, tokens.group_size)
+    kl = float(groups.mean())
+    difference = ((batch.old_logprobs - tokens.rollout_logprobs) * mask).abs()
+    return {
+        "policy/kl_ref": kl,
+        "policy/kl_ref_se": float((groups.var(dim=1).mean() / groups.numel()).sqrt()),
+        "policy/free_energy": objective.beta * kl - float(tokens.rewards.double().mean()),
+        "rollout/mismatch_mean": float(difference.sum() / mask.sum()),
+        "rollout/mismatch_max": float(difference.max()),
+        **beta_eff_metrics(batch, objective),
+    }
+
+
+def beta_eff_metrics(batch: TrainBatch, objective: Objective) -> dict[str, float]:
+    """Quantiles over groups of the temperature the loss really optimises: beta x std(r) under z-scores with KL in the loss.
+
+    Source: the std of a group divides the reward's gradient but not the KL's (Davis & Recht 2510.13651, sec. 3).
+    """
+    rewards = batch.tokens.rewards.view(-1, batch.tokens.group_size)
+    if objective.kl == "none":
+        beta_eff = rewards.new_zeros(len(rewards))
+    elif objective.kl.startswith("loss") and objective.advantage == "zscore":
+        beta_eff = objective.beta * rewards.std(dim=1)
+    elif objective.kl.startswith("loss") and objective.advantage == "center":
+        beta_eff = rewards.new_full((len(rewards),), objective.beta * rewards.shape[1] / (rewards.shape[1] - 1))
+    else:
+        beta_eff = rewards.new_full((len(rewards),), objective.beta)
+    return {f"policy/beta_eff_p{q}": float(beta_eff.quantile(q / 100)) for q in (10, 50, 90)}

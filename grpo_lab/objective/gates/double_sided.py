@@ -1,0 +1,23 @@
+"""The two-sided window of SAO: tokens whose ratio left it give no signal, whatever the sign of their advantage."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Gate:
+    """f = ratio inside the open window (1 - window_low, 1 + window_high), 0 outside.
+
+    Source: Hou et al. 2026 (2607.07508) eq. 1-3 with f detached; defaults of its mathematics runs, window 0.7 to 6.
+    """
+
+    window_low: float = 0.3
+    window_high: float = 5.0
+
+    def f(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        return ratio * self.df(ratio, advantages)
+
+    def df(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        inside = (ratio > 1 - self.window_low) & (ratio < 1 + self.window_high)
+        return (inside & (advantages == advantages)).to(ratio.dtype)

@@ -1,0 +1,133 @@
+"""vLLM in the learner's own process: the default. Deterministic: same weights, requests and seeds give the same tokens.
+
+On CPU the engine runs eagerly with unchunked prompts (a seeded request with chunked prefill crashes the CPU worker);
+on GPU it sleeps between calls so that the learner has the memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_lab.errors import ConfigError, RunError
+from grpo_lab.rollout.engines import EngineSpec
+from grpo_lab.types import Completion, GenerationRequest, Sampling
+
+_MAX_SEQUENCES = 256
+
+
+class EngineImpl:
+    """See the Engine protocol. ConfigError when vLLM is not installed, RunError when it cannot start."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        try:
+            from vllm import LLM
+        except ImportError as error:
+            raise ConfigError(
+                f"rollout.engine=vllm, but vLLM cannot be imported ({error}): install it with `make setup` (CPU) or "
+                "`make setup CUDA=1`, or choose --set rollout.engine=hf"
+            ) from None
+        self._on_gpu = torch.cuda.is_available()
+        self._version = 0
+        try:
+            self._llm: Any = LLM(**self._engine_options(spec))
+        except (RuntimeError, ValueError) as error:
+            raise RunError(f"vLLM could not start for {spec.model_path}: {' '.join(str(error).split())[:400]}") from error
+        self._sleep()
+
+    def _engine_options(self, spec: EngineSpec) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "model": str(spec.model_path),
+            "dtype": spec.model.dtype,
+            "trust_remote_code": spec.model.trust_remote_code,
+            "max_model_len": spec.max_model_len,
+            "max_num_seqs": _MAX_SEQUENCES,
+            "generation_config": "vllm",
+            "logprobs_mode": "processed_logprobs",
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            "seed": 0,
+        }
+        if self._on_gpu:
+            return options | {
+                "gpu_memory_utilization": spec.rollout.gpu_memory_utilization,
+                "enable_sleep_mode": True,
+            }
+        return options | {
+            "enforce_eager": True,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(8192, spec.max_model_len),
+            "kv_cache_memory_bytes": spec.rollout.cpu_kv_cache_gb << 30,
+        }
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[Completion]:
+        """One completion a request, in order."""
+        from vllm import TokensPrompt
+
+        self._wake()
+        self._llm.reset_prefix_cache()
+        prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
+        parameters = [self._parameters(sampling, request.seed) for request in requests]
+        outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
+        self._sleep()
+        return [self._completion(output.outputs[0]) for output in outputs]
+
+    @staticmethod
+    def _parameters(sampling: Sampling, seed: int) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            n=1,
+            seed=seed,
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=False,
+            logprobs=0,
+            detokenize=False,
+        )
+
+    def _completion(self, output: Any) -> Completion:
+        logprobs = [step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)]
+        return Completion(
+            token_ids=tuple(output.token_ids),
+            logprobs=tuple(logprobs),
+            text="",
+            finish_reason="stop" if output.finish_reason == "stop" else "length",
+            weight_version=self._version,
+        )
+
+    def load_weights(self, folder: Path, version: int) -> None:
+        """Reload in place. `folder` must hold every tensor by name, the output head too when it is tied."""
+        self._wake()
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        self._llm.reset_prefix_cache()
+        self._version = version
+
+    def _sleep(self) -> None:
+        if self._on_gpu:
+            self._llm.sleep(level=1)
+
+    def _wake(self) -> None:
+        if self._on_gpu and self._llm.llm_engine.is_sleeping():
+            self._llm.wake_up()
+
+    def close(self) -> None:
+        """Drop the engine; in process there is nothing else to stop."""
+        with contextlib.suppress(AttributeError):
+            self._llm.llm_engine.engine_core.shutdown()
+            del self._llm

@@ -1,0 +1,95 @@
+"""The folder of one run: its config, metrics.jsonl, rollout records, checkpoints, evaluations and figures."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_lab.config import Config, build_config, dump_yaml, expand_path
+from grpo_lab.errors import ConfigError, RunError
+from grpo_lab.records import write_groups
+from grpo_lab.types import RolloutGroup
+
+
+class RunDir:
+    """Paths of a run and what is written to them. Lines of metrics.jsonl are whole or absent."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.evaluations = path / "evaluations"
+        self.figures = path / "figures"
+        self.metrics_file = path / "metrics.jsonl"
+
+    @classmethod
+    def create(cls, config: Config) -> RunDir:
+        """A new folder below `output_dir`. ConfigError when `run_name` exists already or cannot be made."""
+        parent = Path(expand_path(config.output_dir))
+        name = config.run_name or f"{config.method}-beta{config.beta:g}-{time.strftime('%Y%m%d-%H%M%S')}"
+        if name in (".", "..") or "/" in name or "\\" in name:
+            raise ConfigError(f"run_name={name!r}: a plain folder name is allowed, no path; use output_dir for the parent folder")
+        run = cls(parent / name)
+        if config.run_name and run.path.exists():
+            raise ConfigError(f"run {str(run.path)!r} exists: continue it with --resume {run.path}, or choose another run_name")
+        try:
+            run.checkpoints.mkdir(parents=True)
+            (run.path / "config.yaml").write_text(dump_yaml(config))
+        except OSError as error:
+            raise ConfigError(f"cannot create the run folder {str(run.path)!r}: {error.strerror}; set output_dir") from None
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunDir:
+        """The run that `path` (a run, or a checkpoint of one) belongs to. ConfigError when there is none."""
+        for folder in (path, path.parent.parent):
+            if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
+                return cls(folder)
+        raise ConfigError(f"{str(path)!r} is not a run folder: it needs config.yaml and checkpoints/; give the path train printed")
+
+    @property
+    def config(self) -> Config:
+        """The configuration the run was started with."""
+        return build_config(self.config_tree, source=str(self.path / "config.yaml"))
+
+    @property
+    def config_tree(self) -> dict[str, Any]:
+        tree: dict[str, Any] = yaml.safe_load((self.path / "config.yaml").read_text())
+        return tree
+
+    def append_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """One JSON line; RunError when the disk refuses it."""
+        try:
+            with self.metrics_file.open("a") as file:
+                file.write(json.dumps(metrics, allow_nan=False) + "\n")
+        except OSError as error:
+            raise RunError(f"cannot write {self.metrics_file}: {error.strerror}; continue later with --resume {self.path}") from None
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Every whole line of metrics.jsonl; a torn last line (a killed run) is left out."""
+        rows: list[dict[str, Any]] = []
+        if self.metrics_file.is_file():
+            for line in self.metrics_file.read_text().splitlines():
+                try:
+                    rows.append(json.loads(line))
+                except ValueError:
+                    break
+        return rows
+
+    def rewind(self, step: int) -> None:
+        """Forget what was recorded after `step`: metrics lines and rollout records of steps that will run again."""
+        kept = [row for row in self.read_metrics() if row["step"] <= step]
+        partial = self.metrics_file.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        partial.replace(self.metrics_file)
+        for record in self.path.glob("rollouts/step_*.parquet"):
+            if int(record.stem.removeprefix("step_")) > step:
+                record.unlink()
+
+    def save_rollouts(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        """One parquet a step, one row a completion (see records.py)."""
+        write_groups(self.path / "rollouts" / f"step_{step:06d}.parquet", groups)

@@ -1,0 +1,40 @@
+"""SIGTERM, SIGUSR1 and Ctrl-C ask a run to finish its step and save; asked twice, it exits at once."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@dataclass
+class StopRequest:
+    """Whether somebody asked the run to stop, and by which signal."""
+
+    name: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.name)
+
+
+@contextmanager
+def stop_signals() -> Iterator[StopRequest]:
+    """Collect stop signals while inside; the previous handlers come back afterwards."""
+    request = StopRequest()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if request:
+            os.write(2, b"stopped at once; the newest complete checkpoint is unharmed\n")
+            os._exit(130)
+        request.name = signal.Signals(number).name
+        os.write(2, f"\n{request.name}: finishing this step, then saving; once more exits at once\n".encode())
+
+    previous = {number: signal.signal(number, handle) for number in _SIGNALS}
+    try:
+        yield request
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,142 @@
+"""The training loop: the numbered steps of the README, in their order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from grpo_lab.assemble import Parts, assemble
+from grpo_lab.config import Config, changed_keys
+from grpo_lab.console import Console
+from grpo_lab.errors import ConfigError, RunError
+from grpo_lab.evaluation.report import draw_run, evaluate_run, evaluation_table
+from grpo_lab.learner.checkpoint import Checkpoint, Progress, newest_checkpoint, save_checkpoint
+from grpo_lab.learner.collate import collate
+from grpo_lab.learner.learner import NonFiniteError
+from grpo_lab.metrics import batch_metrics, rollout_metrics
+from grpo_lab.objective.advantages import advantages, sequence_log_ratio, shaped_returns
+from grpo_lab.run_dir import RunDir
+from grpo_lab.signals import stop_signals
+from grpo_lab.tasks import problems_for_step
+from grpo_lab.tracking import Tracker
+
+_KL_TOLERANCE = 0.05  # nats; a sampled KL this little below zero is rounding, whatever its error says
+
+
+def train(config: Config, console: Console, resume: RunDir | None = None) -> RunDir:
+    """Run (or continue) a training to `total_rollouts`, or to the end of the step in which a stop signal came.
+
+    Raises ConfigError before any model loads, RunError afterwards; what was saved stays.
+    """
+    checkpoint = _resume_point(config, resume) if resume else None
+    parts = assemble(config, checkpoint)
+    try:
+        run = resume or RunDir.create(config)
+        progress = checkpoint.progress if checkpoint else Progress()
+        run.rewind(progress.step)
+        console.started(run, config, parts.objective, progress)
+        with Tracker(config, run) as tracker:
+            _loop(parts, run, progress, console, tracker)
+    finally:
+        parts.close()
+    console.finished(run, evaluation_table(run), draw_run(run))
+    return run
+
+
+def _loop(parts: Parts, run: RunDir, progress: Progress, console: Console, tracker: Tracker) -> None:
+    config = parts.config
+    last = newest_checkpoint(run.checkpoints)
+    with stop_signals() as stop:
+        parts.push_weights(progress.step)
+        while True:
+            if config.evaluation.enabled and _is_milestone(config, progress) and not stop:
+                evaluation = evaluate_run(parts, run, progress.rollouts, console)
+                tracker.log(evaluation, progress.rollouts)
+            if progress.rollouts >= config.total_rollouts or stop:
+                break
+            try:
+                progress, metrics = _step(parts, run, progress)
+            except NonFiniteError as error:
+                raise RunError(f"{error}; last good checkpoint: {last.folder if last else 'none yet'}") from None
+            run.append_metrics(metrics)
+            tracker.log(metrics, progress.rollouts)
+            console.step(metrics)
+            if _is_milestone(config, progress) or stop:
+                last = save_checkpoint(run.checkpoints, parts.learner, parts.tokenizer, progress)
+        if stop:
+            console.interrupted(run, stop.name)
+
+
+def _step(parts: Parts, run: RunDir, progress: Progress) -> tuple[Progress, dict[str, float]]:
+    """One batch from problems to pushed weights. The numbers are the README's."""
+    config, times = parts.config, dict[str, float]()
+    # 1. problems: a pure function of (seed, step)
+    problems = problems_for_step(parts.task.train, config.seed, progress.step, config.prompts_per_step)
+    # 2, 3. sample G siblings of each and grade them
+    with _timed(times, "generate"):
+        purpose = ("rollout", progress.step)
+        groups = parts.collector.collect(problems, config.group_size, parts.sampling, purpose)
+    if config.tracking.rollouts:
+        run.save_rollouts(progress.step + 1, groups)
+    # 4, 5. tensors; log-probs under the learner and the reference
+    with _timed(times, "annotate"):
+        batch = parts.learner.annotate(collate(groups))
+    # 6. advantages, with the KL in the reward where the objective puts it
+    advantage = advantages(shaped_returns(batch, parts.objective), parts.objective.advantage).flatten()
+    metrics = {**rollout_metrics(groups), **batch_metrics(batch, sequence_log_ratio(batch), parts.objective)}
+    _check_health(metrics, config, progress)
+    # 7. micro-batches -> loss -> gradient -> optimizer
+    with _timed(times, "update"):
+        report = parts.learner.update(batch, advantage, progress.step)
+    # 8. the new weights travel back
+    after = Progress(progress.step + 1, progress.rollouts + config.rollouts_per_step)
+    with _timed(times, "sync"):
+        parts.push_weights(after.step)
+    # 9. the record
+    tokens = batch.tokens.completion_mask.sum().item()
+    counters = {"step": after.step, "rollouts/total": after.rollouts, "tokens/step": tokens}
+    speed = {f"time/{name}": round(seconds, 4) for name, seconds in times.items()}
+    speed["perf/tokens_per_second"] = round(tokens / sum(times.values()), 2)
+    return after, {**counters, **metrics, **report.metrics, **speed}
+
+
+def _is_milestone(config: Config, progress: Progress) -> bool:
+    return progress.rollouts % config.checkpoint_every == 0 or progress.rollouts >= config.total_rollouts
+
+
+def _check_health(metrics: dict[str, float], config: Config, progress: Progress) -> None:
+    """Stop a run whose sampler and learner are not the same policy any more, before it trains on the difference."""
+    mismatch, limit = metrics["rollout/mismatch_mean"], config.rollout.mismatch_limit
+    if config.rollout.top_p == 1 and not mismatch <= limit:
+        raise RunError(
+            f"step {progress.step + 1}: sampler and learner differ by {mismatch:.3g} nats per token on average (limit {limit:g}): "
+            "the sampler does not hold the learner's weights; use one model.dtype that both support, or raise rollout.mismatch_limit"
+        )
+    kl, error = metrics["policy/kl_ref"], metrics["policy/kl_ref_se"]
+    if kl < -max(3 * error, _KL_TOLERANCE):
+        raise RunError(
+            f"step {progress.step + 1}: the estimated KL to the reference is {kl:.3g} +- {error:.2g} nats, below zero beyond its "
+            "error: a KL cannot be negative, so the samples do not come from the learner's policy (weights lost in rounding, a "
+            "failed push, or sampling settings); nothing was trained on this batch"
+        )
+
+
+def _resume_point(config: Config, run: RunDir) -> Checkpoint | None:
+    changed = changed_keys(run.config, config)
+    if changed:
+        raise ConfigError(
+            f"--resume {run.path}: these settings would change the trajectory: {'; '.join(changed)}; leave them as they were, "
+            "or start a new run"
+        )
+    return newest_checkpoint(run.checkpoints)
+
+
+@contextmanager
+def _timed(times: dict[str, float], name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    times[name] = time.perf_counter() - start
+
+
