@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass, replace
@@ -20,6 +21,9 @@ from grpo_lab.rollout.collect import Collector
 from grpo_lab.rollout.engines import Engine, EngineSpec, build_engine
 from grpo_lab.tasks import TaskProtocol, load_task
 from grpo_lab.types import Sampling
+
+
+_WEIGHTS_PREFIX = "grpo_lab-weights-"
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def assemble(config: Config, checkpoint: Checkpoint | None = None, training: boo
     state = checkpoint.training_state if checkpoint and training else None
     learner = Learner(config, objective, base, checkpoint.folder if checkpoint else None, state)
     collector = Collector(engine, tokenizer, task.grade, config.seed, config.rollout.max_prompt_tokens)
-    return Parts(config, objective, task, tokenizer, sampling, engine, collector, learner, _weights_dir(config))
+    return Parts(config, objective, task, tokenizer, sampling, engine, collector, learner, _weights_dir(config, base))
 
 
 def _check_task_size(config: Config, task: TaskProtocol) -> None:
@@ -87,9 +91,19 @@ def _check_task_size(config: Config, task: TaskProtocol) -> None:
         )
 
 
-def _weights_dir(config: Config) -> Path:
-    shared_memory = Path("/dev/shm")
-    parent = config.rollout.weights_dir and Path(expand_path(config.rollout.weights_dir))
-    if parent and not parent.is_dir():
-        raise ConfigError(f"rollout.weights_dir={config.rollout.weights_dir!r}: no such folder; create it or leave it null")
-    return Path(tempfile.mkdtemp(prefix="grpo_lab-weights-", dir=parent or (shared_memory if shared_memory.is_dir() else None)))
+def _weights_dir(config: Config, model: Path) -> Path:
+    """A new folder for pushes, in shared memory where it fits; folders that killed jobs left there go first."""
+    if config.rollout.weights_dir:
+        parent = Path(expand_path(config.rollout.weights_dir))
+        if not parent.is_dir():
+            raise ConfigError(f"rollout.weights_dir={config.rollout.weights_dir!r}: no such folder; create it or leave it null")
+    else:
+        size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+        shared = Path("/dev/shm")
+        fits = shared.is_dir() and shutil.disk_usage(shared).free > 2 * size
+        parent = shared if fits else Path(tempfile.gettempdir())
+    for stale in parent.glob(f"{_WEIGHTS_PREFIX}*"):
+        owner = stale.name.removeprefix(_WEIGHTS_PREFIX).split("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(stale, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{_WEIGHTS_PREFIX}{os.getpid()}-", dir=parent))

@@ -158,7 +158,7 @@ class Learner:
             (loss * self._loss_scale).backward()
             self.masters.gather_gradients(self._loss_scale)
             log_rho[micro, : ratios.shape[1]] = ratios.cpu()
-            loss_sum += float(loss)
+            loss_sum += float(loss.detach())
         return loss_sum
 
     def _loss_inputs(

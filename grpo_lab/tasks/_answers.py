@@ -60,7 +60,7 @@ def grade_number(truth: str, text: str, truncated: bool, protocol: Protocol) -> 
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The number a whole text is, markup and signs like $ and % aside; None where there are words or other numbers too."""
+    """The number a whole text is, markup and signs like $ and % aside; None if it holds words or a second number."""
     match = _WHOLE.fullmatch(_normalise(text.strip()))
     return _value(match) if match else None
 

@@ -79,8 +79,14 @@ class EngineImpl:
         )  # fmt: skip
 
     def load_weights(self, folder: Path, version: int) -> None:
-        """Copy the tensors of `folder`/model.safetensors into the model."""
-        self._model.load_state_dict(load_file(folder / "model.safetensors"))
+        """Copy the tensors of `folder`/model.safetensors into the model, or put its LoRA adapter in place of the last."""
+        if (folder / "adapter_config.json").is_file():
+            if getattr(self._model, "peft_config", None):
+                self._model.delete_adapter("policy")
+            self._model.load_adapter(str(folder), adapter_name="policy")
+            self._model.eval()
+        else:
+            self._model.load_state_dict(load_file(folder / "model.safetensors"))
         self._version = version
 
     def close(self) -> None:

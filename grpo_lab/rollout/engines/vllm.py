@@ -37,6 +37,7 @@ class EngineImpl:
             ) from None
         self._on_gpu = torch.cuda.is_available()
         self._version = 0
+        self._adapter: Any = None
         try:
             self._llm: Any = LLM(**self._engine_options(spec))
         except (RuntimeError, ValueError) as error:
@@ -54,8 +55,11 @@ class EngineImpl:
             "logprobs_mode": "processed_logprobs",
             "enable_prefix_caching": True,
             "disable_log_stats": True,
+            "use_tqdm_on_load": False,
             "seed": 0,
         }
+        if spec.model.lora_rank:
+            options |= {"enable_lora": True, "max_lora_rank": _lora_slots(spec.model.lora_rank), "max_loras": 1}
         if self._on_gpu:
             return options | {
                 "gpu_memory_utilization": spec.rollout.gpu_memory_utilization,
@@ -76,7 +80,7 @@ class EngineImpl:
         self._llm.reset_prefix_cache()
         prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
         parameters = [self._parameters(sampling, request.seed) for request in requests]
-        outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
+        outputs = self._llm.generate(prompts, parameters, use_tqdm=False, lora_request=self._adapter)
         self._sleep()
         return [self._completion(output.outputs[0]) for output in outputs]
 
@@ -112,11 +116,23 @@ class EngineImpl:
         )
 
     def load_weights(self, folder: Path, version: int) -> None:
-        """Reload in place. `folder` must hold every tensor by name, the output head too when it is tied."""
+        """Reload in place. `folder` holds every tensor by name, the output head too when it is tied; or a LoRA adapter."""
         self._wake()
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        if (folder / "adapter_config.json").is_file():
+            self._load_adapter(folder, version)
+        else:
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
         self._llm.reset_prefix_cache()
         self._version = version
+        self._sleep()
+
+    def _load_adapter(self, folder: Path, version: int) -> None:
+        from vllm.lora.request import LoRARequest
+
+        if self._adapter is not None:
+            self._llm.llm_engine.remove_lora(self._adapter.lora_int_id)
+        self._adapter = LoRARequest(f"policy-{version}", version + 1, str(folder))
+        self._llm.llm_engine.add_lora(self._adapter)
 
     def _sleep(self) -> None:
         if self._on_gpu:
@@ -131,3 +147,8 @@ class EngineImpl:
         with contextlib.suppress(AttributeError):
             self._llm.llm_engine.engine_core.shutdown()
             del self._llm
+
+
+def _lora_slots(rank: int) -> int:
+    """The smallest adapter size vLLM is built for that holds `rank`."""
+    return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)

