@@ -16,6 +16,7 @@ from grpo_lab.methods import METHODS, Objective, effective_beta_line, warnings
 
 
 if TYPE_CHECKING:
+    from grpo_lab.evaluation.evaluate import Evaluation
     from grpo_lab.run_dir import RunDir
 
 
@@ -66,6 +67,14 @@ class Console:
         )
         if self._bar:
             self._bar.update(self._task, completed=done)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """One line about a finished evaluation."""
+        e = evaluation
+        self.say(
+            f"eval at {e.rollouts:>9,} rollouts  reward {e.reward.mean:.3f} +- {e.reward.se:.3f}  KL {e.kl.mean:.3f} +- {e.kl.se:.3f}  "
+            f"F {e.free_energy.mean:+.3f} +- {e.free_energy.se:.3f}  floor [{e.floor.lower.mean:+.3f}, {e.floor.upper.mean:+.3f}]"
+        )
 
     def interrupted(self, run: RunDir, signal: str) -> None:
         """The run stopped on request."""

@@ -11,7 +11,8 @@ from grpo_lab.assemble import Parts, assemble
 from grpo_lab.config import Config, changed_keys
 from grpo_lab.console import Console
 from grpo_lab.errors import ConfigError, RunError
-from grpo_lab.evaluation.report import draw_run, evaluate_run, evaluation_table
+from grpo_lab.evaluation.bank import reference_bank
+from grpo_lab.evaluation.report import draw_run, evaluate_run, evaluation_table, is_evaluated
 from grpo_lab.learner.checkpoint import Checkpoint, Progress, newest_checkpoint, save_checkpoint
 from grpo_lab.learner.collate import collate
 from grpo_lab.learner.learner import NonFiniteError
@@ -49,11 +50,13 @@ def _loop(parts: Parts, run: RunDir, progress: Progress, console: Console, track
     config = parts.config
     last = newest_checkpoint(run.checkpoints)
     with stop_signals() as stop:
+        bank = reference_bank(parts, run.evaluations) if config.evaluation.enabled else None
         parts.push_weights(progress.step)
         while True:
-            if config.evaluation.enabled and _is_milestone(config, progress) and not stop:
-                evaluation = evaluate_run(parts, run, progress.rollouts, console)
-                tracker.log(evaluation, progress.rollouts)
+            if bank and not stop and _is_milestone(config, progress) and not is_evaluated(run, progress.rollouts):
+                evaluation = evaluate_run(parts, run, bank, progress.rollouts)
+                console.evaluation(evaluation)
+                tracker.log(evaluation.flat(), progress.rollouts)
             if progress.rollouts >= config.total_rollouts or stop:
                 break
             try:

@@ -48,16 +48,18 @@ def fingerprint(config: Config, problem_ids: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def reference_bank(parts: Parts, folder: Path) -> ReferenceBank:
-    """The bank of `folder`, or a new one written there. The engine must hold the reference's weights when there is none.
+def reference_bank(parts: Parts, folder: Path | None) -> ReferenceBank:
+    """The bank of `folder`, or a new one written there (kept in memory without a folder).
+
+    A new one is sampled now, so the engine must hold the reference's weights: ask before the first push.
 
     Raises RunError when a bank of other settings lies in the folder: floors of different banks are not comparable.
     """
     config = parts.config
     problems = parts.task.heldout[: config.evaluation.problems]
     expected = fingerprint(config, [problem.id for problem in problems])
-    path = folder / FILE
-    if path.is_file():
+    path = folder / FILE if folder else None
+    if path and path.is_file():
         groups, metadata = read_groups(path)
         if metadata.get("fingerprint") != expected:
             raise RunError(
@@ -66,5 +68,6 @@ def reference_bank(parts: Parts, folder: Path) -> ReferenceBank:
             )
         return ReferenceBank(tuple(groups), expected)
     sampled = parts.collector.collect(problems, config.evaluation.samples, parts.evaluation_sampling, PURPOSE)
-    write_groups(path, sampled, {"fingerprint": expected})
+    if path:
+        write_groups(path, sampled, {"fingerprint": expected})
     return ReferenceBank(tuple(sampled), expected)

@@ -1,3 +1,134 @@
-def evaluate_run(*a): raise NotImplementedError
-def draw_run(run): return []
-def evaluation_table(run): return []
+"""Evaluations of a run: made at each milestone, kept as JSON beside the bank, read back as a table and as figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_lab.config import Config
+from grpo_lab.errors import RunError
+from grpo_lab.evaluation.bank import PURPOSE, ReferenceBank, reference_bank
+from grpo_lab.evaluation.evaluate import Evaluation, measure
+from grpo_lab.evaluation.figures import draw_curves
+from grpo_lab.learner.checkpoint import load_checkpoint
+from grpo_lab.run_dir import RunDir
+from grpo_lab.types import RolloutGroup
+
+if TYPE_CHECKING:
+    from grpo_lab.assemble import Parts
+    from grpo_lab.console import Console
+
+
+def evaluate_run(parts: Parts, run: RunDir, bank: ReferenceBank, rollouts: int) -> Evaluation:
+    """Evaluate the policy the learner and the engine hold now, and keep the result; an existing one is read instead.
+
+    At 0 rollouts the policy is the reference, and the bank's own samples are its samples.
+    """
+    path = run.evaluations / f"rollouts_{rollouts:08d}.json"
+    groups = bank.groups if rollouts == 0 else sample(parts)
+    evaluation = measure(parts.learner, groups, bank, parts.config.beta, rollouts)
+    run.evaluations.mkdir(exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(evaluation.to_json(), indent=1))
+    partial.replace(path)
+    return evaluation
+
+
+def is_evaluated(run: RunDir, rollouts: int) -> bool:
+    """Whether the evaluation at `rollouts` is kept already (a resumed run does not repeat it)."""
+    return (run.evaluations / f"rollouts_{rollouts:08d}.json").is_file()
+
+
+def sample(parts: Parts) -> Sequence[RolloutGroup]:
+    """Groups of the engine's current policy on the held-out problems, with the seeds every evaluation shares."""
+    config = parts.config.evaluation
+    problems = parts.task.heldout[: config.problems]
+    return parts.collector.collect(problems, config.samples, parts.evaluation_sampling, PURPOSE)
+
+
+def evaluate_checkpoint(path: Path, config: Config, console: Console, json_file: Path | None) -> Evaluation:
+    """`grpo-lab eval checkpoint`: load, sample, measure, print. The run's bank is used where it fits, else a new one drawn.
+
+    Raises RunError for a missing or damaged checkpoint before any model loads.
+    """
+    from grpo_lab.assemble import assemble
+
+    checkpoint = load_checkpoint(path)
+    parts = assemble(config, checkpoint, training=False)
+    try:
+        bank = _bank_of(path, parts, console)
+        parts.push_weights(1)
+        console.say(f"evaluating {path}: {config.evaluation.problems} problems x {config.evaluation.samples} samples")
+        groups = sample(parts)
+        evaluation = measure(parts.learner, groups, bank, config.beta, checkpoint.progress.rollouts)
+    finally:
+        parts.close()
+    for line in evaluation_lines(evaluation):
+        console.say(line)
+    if json_file:
+        json_file.write_text(json.dumps(evaluation.to_json(), indent=1))
+        console.say(f"numbers    {json_file}")
+    return evaluation
+
+
+def _bank_of(path: Path, parts: Parts, console: Console) -> ReferenceBank:
+    folder = path.resolve().parent.parent / "evaluations"
+    if folder.is_dir():
+        try:
+            return reference_bank(parts, folder)
+        except RunError:
+            console.say("note       the run's bank was drawn with other settings; drawing a new one for this evaluation")
+    return reference_bank(parts, None)
+
+
+def evaluation_lines(e: Evaluation) -> list[str]:
+    """The report of one evaluation. +- is one standard error, clustered by problem."""
+    bound = f"[{e.floor.lower.mean:+.4f}, {e.floor.upper.mean:+.4f}]"
+    gap = f"[{e.free_energy.mean - e.floor.upper.mean:.4f}, {e.free_energy.mean - e.floor.lower.mean:.4f}]"
+    lines = [
+        f"E[r]       {_pm(e.reward.mean, e.reward.se)}   reference {_pm(e.reference_reward.mean, e.reference_reward.se)}",
+        f"KL         {_pm(e.kl.mean, e.kl.se)} nats per sequence (k1);  {_pm(e.kl_rao_blackwell.mean, e.kl_rao_blackwell.se)} (Rao-Blackwell)",
+        f"F          {_pm(e.free_energy.mean, e.free_energy.se)}   at beta {e.beta:g};  F - F_ref {_pm(e.against_reference.mean, e.against_reference.se)} (paired)",
+        f"floor F*   {bound}   from {e.samples} reference samples a problem, {e.floor.no_success:.0%} of problems unsolved by them",
+        f"           {_pm(e.policy_floor.floor.mean, e.policy_floor.floor.se)}   from the policy's own samples (effective sample size {e.policy_floor.ess:.1f} of {e.samples})",
+        f"gap F-F*   {gap};  Var(R)/2beta {e.gap_from_returns:.4f}",
+    ]  # fmt: skip
+    if e.gap_split:
+        lines.append(f"           = wasted KL {e.gap_split.wasted:.4f} + wrong tilt {e.gap_split.tilt:.4f}")
+    if e.free_energy.mean + 3 * e.free_energy.se < e.floor.lower.mean - 3 * e.floor.lower.se:
+        lines.append("ALARM      F lies below the floor beyond its error: sampler and learner differ, or the bank is of another task")
+    lines.append(
+        f"samples    truncated {e.truncated:.1%}, unparsable {e.unparsable:.1%}, {e.length:.1f} tokens, "
+        f"entropy {e.entropy:.3f} nats/token, pass@{e.samples} {e.pass_at_samples:.3f}"
+    )
+    return lines
+
+
+def read_evaluations(run: RunDir) -> list[dict[str, Any]]:
+    """Every kept evaluation of a run, by rollouts."""
+    return [json.loads(path.read_text()) for path in sorted(run.evaluations.glob("rollouts_*.json"))]
+
+
+def evaluation_table(run: RunDir) -> list[str]:
+    """One row an evaluation: reward, KL, F and the floor."""
+    rows = read_evaluations(run)
+    if not rows:
+        return []
+    lines = [f"{'rollouts':>9}  {'E[r]':>15}  {'KL (nats)':>15}  {'F':>16}  {'F - F_ref':>16}  floor F*"]
+    for row in rows:
+        cells = [_pm(row[key]["mean"], row[key]["se"]) for key in ("reward", "kl", "free_energy", "against_reference")]
+        floor = f"[{row['floor']['lower']['mean']:+.3f}, {row['floor']['upper']['mean']:+.3f}]"
+        lines.append(f"{row['rollouts']:>9,}  {cells[0]:>15}  {cells[1]:>15}  {cells[2]:>16}  {cells[3]:>16}  {floor}")
+    return lines
+
+
+def draw_run(run: RunDir) -> list[Path]:
+    """The figures of a run; none before its first evaluation."""
+    rows = read_evaluations(run)
+    return draw_curves(rows, run.figures) if rows else []
+
+
+def _pm(mean: float, error: float) -> str:
+    return f"{mean:.3f} +- {error:.3f}"

@@ -1,0 +1,57 @@
+"""Closed forms for a binary reward: everything about the Gibbs policy follows from the reference's success rate p."""
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[np.float64]
+
+
+def log_partition(p: ArrayLike, beta: float) -> Array:
+    """log Z = log(1 - p + p e^{1/beta}), elementwise, stable for beta down to 1e-3 and at p = 0 and 1."""
+    with np.errstate(divide="ignore"):
+        return np.logaddexp(np.log1p(-_checked(p)), np.log(_checked(p)) + 1 / beta)
+
+
+def floor(p: ArrayLike, beta: float) -> Array:
+    """The Gibbs floor F* = -beta log Z per prompt; 0 at p = 0, -1 at p = 1."""
+    return -beta * log_partition(p, beta)
+
+
+def gibbs_success(p: ArrayLike, beta: float) -> Array:
+    """q* = sigmoid(logit p + 1 / beta): the Gibbs policy's success rate."""
+    with np.errstate(divide="ignore"):
+        return np.exp(np.log(_checked(p)) + 1 / beta - log_partition(p, beta))
+
+
+def gibbs_kl(p: ArrayLike, beta: float) -> Array:
+    """KL* = q* / beta - log Z in nats: the KL of the Gibbs policy to the reference, equal to d(q* || p)."""
+    return np.maximum(gibbs_success(p, beta) / beta - log_partition(p, beta), 0.0)
+
+
+def heat_capacity(p: ArrayLike, beta: float) -> Array:
+    """Var(r) / beta^2 = q* (1 - q*) / beta^2 under the Gibbs policy; equals -dE*/dbeta."""
+    with np.errstate(divide="ignore"):
+        failure = np.exp(np.log1p(-_checked(p)) - log_partition(p, beta))
+    return gibbs_success(p, beta) * failure / beta**2
+
+
+def bernoulli_kl(q: ArrayLike, p: ArrayLike) -> Array:
+    """d(q || p) in nats, elementwise, with 0 log 0 = 0; infinite where q leaves the support of p."""
+    q, p = _checked(q), _checked(p)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        success = np.where(q > 0, q * (np.log(q) - np.log(p)), 0.0)
+        failure = np.where(q < 1, (1 - q) * (np.log1p(-q) - np.log1p(-p)), 0.0)
+    return success + failure
+
+
+def _checked(p: ArrayLike) -> Array:
+    values = np.asarray(p, dtype=np.float64)
+    assert ((values >= 0) & (values <= 1)).all(), "success rates lie in [0, 1]"
+    return values
+
+
+def frontier(p: ArrayLike, temperatures: ArrayLike) -> tuple[Array, Array]:
+    """KL* and q* of the Gibbs policies at each temperature, averaged over prompts p [N]: two [len(temperatures)] arrays."""
+    betas = np.asarray(temperatures, dtype=np.float64)
+    kl = np.array([gibbs_kl(p, float(beta)).mean() for beta in betas])
+    return kl, np.array([gibbs_success(p, float(beta)).mean() for beta in betas])

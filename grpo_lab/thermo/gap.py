@@ -1,0 +1,62 @@
+"""The gap F - F* taken apart, and the identities it must obey."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grpo_lab.thermo.binary import bernoulli_kl, gibbs_success
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class GapSplit:
+    """F - F* = wasted + tilt for a binary reward, both in units of F (beta times nats), averaged over prompts.
+
+    wasted = beta (KL - d(q || p)): KL spent on anything but the success rate. tilt = beta d(q || q*): the success rate itself.
+    """
+
+    wasted: float
+    tilt: float
+
+    @property
+    def gap(self) -> float:
+        return self.wasted + self.tilt
+
+
+def split_gap(success: Array, reference_success: Array, kl: Array, beta: float) -> GapSplit:
+    """The exact split from per-prompt q, p and KL, [N] each; p must lie strictly inside (0, 1)."""
+    wasted = beta * (kl - bernoulli_kl(success, reference_success))
+    tilt = beta * bernoulli_kl(success, gibbs_success(reference_success, beta))
+    return GapSplit(float(wasted.mean()), float(tilt.mean()))
+
+
+def smoothed(successes: Array, samples: int) -> Array:
+    """(k + 1/2) / (K + 1): success rates kept inside (0, 1), as `split_gap` and frontiers need them."""
+    return (successes + 0.5) / (samples + 1)
+
+
+def gap_from_returns(rewards: Array, log_ratios: Array, beta: float) -> float:
+    """Var(R) / (2 beta) within groups [N, K], R = r - beta l: the gap to second order, without any estimate of Z."""
+    returns = rewards - beta * log_ratios
+    return float(returns.var(axis=1, ddof=1).mean() / (2 * beta))
+
+
+def discrete_gibbs(reference: Array, rewards: Array, beta: float) -> tuple[Array, float]:
+    """The Gibbs policy pi* ~ pi_ref e^{r / beta} over an enumerated set, and F* = -beta log Z."""
+    with np.errstate(divide="ignore"):
+        logits = np.log(reference) + rewards / beta
+    log_z = float(np.logaddexp.reduce(logits))
+    return np.exp(logits - log_z), -beta * log_z
+
+
+def free_energy(policy: Array, reference: Array, rewards: Array, beta: float) -> float:
+    """F = -E[r] + beta KL(pi || pi_ref) over an enumerated set."""
+    return float(-(policy * rewards).sum() + beta * categorical_kl(policy, reference))
+
+
+def categorical_kl(first: Array, second: Array) -> float:
+    """KL(first || second) of two distributions over an enumerated set, nats; 0 log 0 = 0."""
+    kept = first > 0
+    return float((first[kept] * np.log(first[kept] / second[kept])).sum())
