@@ -41,9 +41,8 @@ class Console:
         for line in describe_config(config, objective):
             self.say(line)
 
-    def started(self, run: RunDir, config: Config, objective: Objective, progress: Any) -> None:
+    def started(self, run: RunDir, config: Config, progress: Any) -> None:
         """The opening lines of a run."""
-        self.describe(config, objective)
         self._steps = config.total_rollouts // config.rollouts_per_step
         self._first_step = progress.step
         self._started = time.monotonic()
@@ -105,7 +104,7 @@ def describe_config(config: Config, objective: Objective) -> list[str]:
     groups = config.total_rollouts // config.group_size
     steps = config.total_rollouts // config.rollouts_per_step
     train = config.data.train_problems
-    epochs = f"{groups / train:.4f} epochs of {train:,} problems" if train else "epochs depend on the task's size"
+    epochs = f"{groups / train:.4f} epochs of {train:,} problems" if train else "training problems: all that are not held out"
     updates = config.learner.passes * config.learner.mini_batches
     checkpoints = -(-config.total_rollouts // config.checkpoint_every)
     lines = [

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from grpo_lab.assemble import Parts, assemble
+from grpo_lab.assemble import Parts, assemble, check
 from grpo_lab.config import Config, changed_keys
 from grpo_lab.console import Console
 from grpo_lab.errors import ConfigError, RunError
@@ -32,12 +32,14 @@ def train(config: Config, console: Console, resume: RunDir | None = None) -> Run
     Raises ConfigError before any model loads, RunError afterwards; what was saved stays.
     """
     checkpoint = _resume_point(config, resume) if resume else None
+    console.describe(config, check(config))
+    console.say(f"loading    {config.model.name} and the {config.rollout.engine} engine")
     parts = assemble(config, checkpoint)
     try:
         run = resume or RunDir.create(config)
         progress = checkpoint.progress if checkpoint else Progress()
         run.rewind(progress.step)
-        console.started(run, config, parts.objective, progress)
+        console.started(run, config, progress)
         with Tracker(config, run) as tracker:
             _loop(parts, run, progress, console, tracker)
     finally:

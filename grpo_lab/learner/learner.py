@@ -50,8 +50,9 @@ class Learner:
         self._gate = build_gate(objective.gate, objective.gate_options)
         self.policy = PolicyModel(base, source or base, config.model, self._accelerator.device)
         self._share_prompt = config.learner.share_prompt and self.policy.can_share_prompt
-        saved = {k.removeprefix("master/"): v for k, v in state.tensors.items() if k.startswith("master/")} if state else None
-        self.masters = MasterWeights(self.policy.trainable(), saved or None)
+        saved_masters = {k.removeprefix("master/"): v for k, v in state.tensors.items() if k.startswith("master/")} if state else {}
+        self.masters = MasterWeights(self.policy.trainable(), saved_masters, self.policy.full_precision)
+        self.policy.full_precision = {}
         self._optimizer = self._build_optimizer()
         self._scheduler = self._build_scheduler()
         self._loss_scale = _FIRST_LOSS_SCALE if config.model.dtype == "float16" else 1.0

@@ -23,13 +23,17 @@ class PolicyModel:
 
     def __init__(self, base: Path, source: Path, config: ModelConfig, device: torch.device) -> None:
         self.lora = config.lora_rank > 0
+        self.full_precision: dict[str, torch.Tensor] = {}  # the files' numbers before the cast, for master weights
         self._config = config
+        compute_dtype = getattr(torch, config.dtype)
         if self.lora:
-            self.model = self._with_adapter(_load(base, config, device), base, source)
+            self.model = self._with_adapter(_load(base, config, compute_dtype).to(device), base, source)
             self.reference: Any = self.model
         else:
-            self.model = _load(source, config, device)
-            self.reference = _load(base, config, device).requires_grad_(False)
+            self.model = _load(source, config, compute_dtype).to(device)
+            if config.dtype != "float32":
+                self.full_precision = dict(_load(source, config, torch.float32).named_parameters())
+            self.reference = _load(base, config, compute_dtype).to(device).requires_grad_(False)
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             self.model.enable_input_require_grads()
@@ -72,12 +76,12 @@ class PolicyModel:
             return get_peft_model(model, adapter, autocast_adapter_dtype=False)
 
 
-def _load(folder: Path, config: ModelConfig, device: torch.device) -> Any:
+def _load(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
+            folder, dtype=dtype, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load a model from {folder}: {' '.join(str(error).split())[:300]}") from None
@@ -87,4 +91,4 @@ def _load(folder: Path, config: ModelConfig, device: torch.device) -> Any:
             f"model {folder.name} changes its logits after the output head ({changed[0]}); log-probs would be wrong, so such "
             "models are refused"
         )
-    return model.to(device).eval()
+    return model.eval()

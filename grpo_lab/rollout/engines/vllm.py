@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +30,22 @@ class EngineImpl:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        try:
-            from vllm import LLM
-        except ImportError as error:
-            raise ConfigError(
-                f"rollout.engine=vllm, but vLLM cannot be imported ({error}): install it with `make setup` (CPU) or "
-                "`make setup CUDA=1`, or choose --set rollout.engine=hf"
-            ) from None
         self._on_gpu = torch.cuda.is_available()
         self._version = 0
         self._adapter: Any = None
-        try:
-            self._llm: Any = LLM(**self._engine_options(spec))
-        except (RuntimeError, ValueError) as error:
-            raise RunError(f"vLLM could not start for {spec.model_path}: {' '.join(str(error).split())[:400]}") from error
+        with _output_kept() as log:
+            try:
+                from vllm import LLM
+            except ImportError as error:
+                raise ConfigError(
+                    f"rollout.engine=vllm, but vLLM cannot be imported ({error}): install it with `make setup` (CPU) or "
+                    "`make setup CUDA=1`, or choose --set rollout.engine=hf"
+                ) from None
+            try:
+                self._llm: Any = LLM(**self._engine_options(spec))
+            except (RuntimeError, ValueError) as error:
+                reason = " ".join(str(error).split())[:400]
+                raise RunError(f"vLLM could not start for {spec.model_path}: {reason}; its output is in {log}") from None
         self._sleep()
 
     def _engine_options(self, spec: EngineSpec) -> dict[str, Any]:
@@ -147,6 +151,27 @@ class EngineImpl:
         with contextlib.suppress(AttributeError):
             self._llm.llm_engine.engine_core.shutdown()
             del self._llm
+
+
+@contextlib.contextmanager
+def _output_kept() -> Iterator[str]:
+    """Send what is printed inside, by C++ too, to a file; it is removed unless something raises."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor, path = tempfile.mkstemp(prefix="grpo_lab-vllm-", suffix=".log")
+    saved = [os.dup(1), os.dup(2)]
+    try:
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        yield path
+        os.unlink(path)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in zip((1, 2), saved, strict=True):
+            os.dup2(copy, number)
+            os.close(copy)
+        os.close(descriptor)
 
 
 def _lora_slots(rank: int) -> int:
