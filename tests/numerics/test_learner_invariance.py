@@ -1,0 +1,134 @@
+"""The learner on a real (tiny) model: log-probs and gradients against plain transformers, whatever the batching."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from grpo_lab.config import Config, LearnerConfig, ModelConfig, RolloutConfig
+from grpo_lab.learner.collate import collate, plan_microbatches, select
+from grpo_lab.learner.learner import Learner, NonFiniteError
+from grpo_lab.learner.logprobs import completion_logprobs
+from grpo_lab.methods import resolve
+from grpo_lab.types import Completion, Grade, Problem, RolloutGroup, TrainBatch
+
+
+def make_groups(seed: int = 0, groups: int = 3, size: int = 4) -> list[RolloutGroup]:
+    """Random token ids of different lengths, one of them a single token."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = lambda n: tuple(torch.randint(5, 4000, (n,), generator=generator).tolist())  # noqa: E731
+    return [
+        RolloutGroup(
+            Problem(str(g), (), "1"),
+            ids(5 + 3 * g),
+            tuple(Completion(ids(n), (-1.0,) * n, "", "stop", 0) for n in range(1 + g, 1 + g + 2 * size, 2)),
+            tuple(Grade(float(i % 2), "correct") for i in range(size)),
+        )
+        for g in range(groups)
+    ]
+
+
+def make_learner(model: Path, **learner: object) -> Learner:
+    config = Config(
+        prompts_per_step=3,
+        total_rollouts=12,
+        checkpoint_every=12,
+        group_size=4,
+        model=ModelConfig(name=str(model), dtype=learner.pop("dtype", "float32")),  # type: ignore[arg-type]
+        rollout=RolloutConfig(max_new_tokens=16),
+        learner=LearnerConfig(learning_rate=1e-3, mini_batches=1, **learner),  # type: ignore[arg-type]
+    )
+    return Learner(config, resolve(config), model)
+
+
+def plain_logprobs(model: torch.nn.Module, group: RolloutGroup, completion: Completion) -> torch.Tensor:
+    """Straight from the definition: one unpadded sequence, full log-softmax."""
+    ids = torch.tensor([[*group.prompt_ids, *completion.token_ids]])
+    logits = model(ids).logits[0, len(group.prompt_ids) - 1 : -1]
+    return torch.log_softmax(logits.float(), dim=-1).gather(1, torch.tensor(completion.token_ids).unsqueeze(1))[:, 0]
+
+
+@pytest.mark.parametrize("share_prompt", [True, False])
+def test_logprobs_equal_plain_transformers(tiny_model: Path, share_prompt: bool) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    groups = make_groups()
+    tokens = collate(groups)
+    completions = [(group, completion) for group in groups for completion in group.completions]
+    for rows in plan_microbatches(tokens, torch.arange(tokens.num_sequences), 60, share_prompt):
+        got = completion_logprobs(model, select(tokens, rows), share_prompt)
+        for row, index in zip(got, rows.tolist(), strict=True):
+            wanted = plain_logprobs(model, *completions[index])
+            assert torch.allclose(row[: len(wanted)], wanted, atol=1e-4)
+            assert row[len(wanted) :].abs().max() == 0 if len(row) > len(wanted) else True
+
+
+def gradients(model: Path, groups: list[RolloutGroup], **learner: object) -> dict[str, torch.Tensor]:
+    built = make_learner(model, **learner)
+    batch = built.annotate(collate(groups))
+    batch = replace(batch, old_logprobs=batch.old_logprobs - 0.1 * batch.tokens.completion_mask)
+    advantages = torch.linspace(-1, 1, batch.tokens.num_sequences)
+    built._gradients(batch, advantages, torch.arange(batch.tokens.num_sequences), batch.old_logprobs.clone(), 0)
+    return {name: parameter.grad.clone() for name, parameter in built.policy.trainable().items()}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("learner", [
+    {"microbatch_tokens": 20}, {"microbatch_tokens": 10_000, "share_prompt": False}, {"microbatch_tokens": 40, "share_prompt": False},
+])  # fmt: skip
+def test_gradient_does_not_depend_on_batching(tiny_model: Path, learner: dict[str, object]) -> None:
+    wanted, got = gradients(tiny_model, make_groups(), microbatch_tokens=10_000), gradients(tiny_model, make_groups(), **learner)
+    size = torch.cat([g.flatten() for g in wanted.values()]).norm()
+    assert size > 0
+    for name in wanted:
+        assert (wanted[name] - got[name]).norm() / size < 1e-5, name
+
+
+def test_gradient_equals_plain_torch(tiny_model: Path) -> None:
+    """The whole loss written out for DAPO's clip on unpadded sequences: -1/(N L) sum min(rho A, clip(rho) A)."""
+    groups = make_groups()
+    got = gradients(tiny_model, groups)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    loss = torch.zeros(())
+    rows = [(group, completion) for group in groups for completion in group.completions]
+    for advantage, (group, completion) in zip(torch.linspace(-1, 1, len(rows)), rows, strict=True):
+        logprobs = plain_logprobs(model, group, completion)
+        ratio = torch.exp(logprobs - (logprobs.detach() - 0.1))
+        clipped = ratio.clamp(1 - 0.2, 1 + 0.2)
+        loss = loss - torch.minimum(ratio * advantage, clipped * advantage).sum() / (len(rows) * 16)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(got[name], parameter.grad, atol=1e-6, rtol=1e-4), name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_masters_cast_to_the_model_and_carry_small_steps(tiny_model: Path, dtype: str) -> None:
+    """The model is the masters' cast, before and after steps far below its rounding, and most of a step arrives in it."""
+    built = make_learner(tiny_model, dtype=dtype)
+    for name, parameter in built.policy.trainable().items():
+        assert torch.equal(built.masters.masters[name].to(parameter.dtype), parameter)
+    batch = built.annotate(collate(make_groups()))
+    report = built.update(batch, torch.linspace(-1, 1, 12), 0)
+    for name, parameter in built.policy.trainable().items():
+        assert torch.equal(built.masters.masters[name].to(parameter.dtype), parameter)
+    assert abs(report.metrics["rollout/update_absorbed"]) < 0.5
+
+
+def test_non_finite_advantages_stop_before_the_step(tiny_model: Path) -> None:
+    built = make_learner(tiny_model)
+    before = {name: p.detach().clone() for name, p in built.policy.trainable().items()}
+    batch: TrainBatch = built.annotate(collate(make_groups()))
+    advantages = torch.zeros(12)
+    advantages[3] = float("nan")
+    with pytest.raises(NonFiniteError, match="step 7"):
+        built.update(batch, advantages, 7)
+    assert all(torch.equal(before[name], p) for name, p in built.policy.trainable().items())
+
+
+def test_policy_starts_at_the_reference(tiny_model: Path) -> None:
+    built = make_learner(tiny_model, dtype="bfloat16")
+    batch = built.annotate(collate(make_groups()))
+    assert torch.equal(batch.old_logprobs, batch.ref_logprobs)
+    statistics = built.statistics(batch.tokens)
+    assert statistics.full_kl.abs().max() < 1e-6
+    assert (statistics.entropy[batch.tokens.completion_mask.bool()] > 0).all()
