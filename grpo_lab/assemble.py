@@ -22,7 +22,6 @@ from grpo_lab.rollout.engines import Engine, EngineSpec, build_engine
 from grpo_lab.tasks import TaskProtocol, load_task
 from grpo_lab.types import Sampling
 
-
 _WEIGHTS_PREFIX = "grpo_lab-weights-"
 
 
@@ -96,7 +95,9 @@ def _weights_dir(config: Config, model: Path) -> Path:
     if config.rollout.weights_dir:
         parent = Path(expand_path(config.rollout.weights_dir))
         if not parent.is_dir():
-            raise ConfigError(f"rollout.weights_dir={config.rollout.weights_dir!r}: no such folder; create it or leave it null")
+            raise ConfigError(
+                f"rollout.weights_dir={config.rollout.weights_dir!r}: no such folder; create it or leave it null"
+            )
     else:
         size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
         shared = Path("/dev/shm")

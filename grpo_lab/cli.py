@@ -22,21 +22,31 @@ app = typer.Typer(
 evaluate = typer.Typer(no_args_is_help=True, help="Measure a policy's free energy.")
 app.add_typer(evaluate, name="eval")
 
-ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file; without it the GSM8K experiment's defaults.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override one key: --set learner.learning_rate=1e-5")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", "-c", help="YAML file; without it the GSM8K experiment's defaults.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="Override one key: --set learner.learning_rate=1e-5")
+]
 
 
 @app.command()
 def train(
     config: ConfigFile = None,
-    method: Annotated[str | None, typer.Option(help="ppo, grpo, dapo, sao, sapo, gspo, ...: see `grpo-lab list`.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="ppo, grpo, dapo, sao, sapo, gspo, ...: see `grpo-lab list`.")
+    ] = None,
     beta: Annotated[float | None, typer.Option(help="Temperature of F = -E[r] + beta KL(pi || pi_ref).")] = None,
     recipe: Annotated[str | None, typer.Option(help="free_energy (descends F) or paper (as published).")] = None,
     seed: Annotated[int | None, typer.Option(help="Run seed; every random choice derives from it.")] = None,
     name: Annotated[str | None, typer.Option("--name", help="Run name; default: method, beta and the time.")] = None,
     set_: Overrides = None,
-    resume: Annotated[Path | None, typer.Option(help="Continue this run folder from its newest complete checkpoint.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and batch sizes, then stop.")] = False,
+    resume: Annotated[
+        Path | None, typer.Option(help="Continue this run folder from its newest complete checkpoint.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved config and batch sizes, then stop.")
+    ] = False,
 ) -> None:
     """Train a policy, save checkpoints, evaluate each one's free energy, draw the figures."""
     flags = {"method": method, "beta": beta, "recipe": recipe, "seed": seed, "run_name": name}
@@ -70,7 +80,10 @@ def eval_checkpoint(
     from grpo_lab.console import Console
     from grpo_lab.run_dir import RunDir
 
-    overrides = [*(set_ or []), *_given(("evaluation.samples", samples), ("evaluation.problems", problems), ("beta", beta))]
+    overrides = [
+        *(set_ or []),
+        *_given(("evaluation.samples", samples), ("evaluation.problems", problems), ("beta", beta)),
+    ]
     if config is None and not path.exists():
         raise ConfigError(f"no checkpoint at {str(path)!r}; give the folder `grpo-lab train` printed")
     loaded = load_config(config, overrides) if config else _with_overrides(RunDir.open(path), overrides)
@@ -89,7 +102,10 @@ def list_() -> None:
     for name, row in METHODS.items():
         options = ", ".join(f"{key} {value:g}" for key, value in row.gate_options.items())
         typer.echo(f"{name:8} {row.gate} ({options}), {row.level} level, old policy from the {row.old}; {row.source}")
-        typer.echo(f"{'':8} recipe paper: {row.advantage}, kl {row.kl}, {row.aggregate}" + (f"; {row.note}" if row.note else ""))
+        typer.echo(
+            f"{'':8} recipe paper: {row.advantage}, kl {row.kl}, {row.aggregate}"
+            + (f"; {row.note}" if row.note else "")
+        )
     for kind, package in _PLUGIN_FOLDERS.items():
         typer.echo(f"{kind:8} {', '.join(names(package))}")
 

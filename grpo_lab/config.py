@@ -137,7 +137,14 @@ class Config(_Section):
 
 
 # Keys that do not change what is computed: a resumed run may change them (total_rollouts under a constant schedule only).
-FREE_ON_RESUME = {"output_dir", "run_name", "tracking", "total_rollouts", "rollout.weights_dir", "rollout.mismatch_limit"}
+FREE_ON_RESUME = {
+    "output_dir",
+    "run_name",
+    "tracking",
+    "total_rollouts",
+    "rollout.weights_dir",
+    "rollout.mismatch_limit",
+}
 
 
 def expand_path(text: str) -> str:
@@ -228,7 +235,6 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"config {str(path)!r} must be a mapping of keys to values, got a {type(tree).__name__}")
     return tree
-
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

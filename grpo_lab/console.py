@@ -14,7 +14,6 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from grpo_lab.config import Config, dump_yaml
 from grpo_lab.methods import METHODS, Objective, effective_beta_line, warnings
 
-
 if TYPE_CHECKING:
     from grpo_lab.evaluation.evaluate import Evaluation
     from grpo_lab.run_dir import RunDir
@@ -49,7 +48,9 @@ class Console:
         self.say(f"run        {run.path}" + (f" (resumed after step {progress.step})" if progress.step else ""))
         if self._out.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-            self._bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._out, transient=True)
+            self._bar = Progress(
+                *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._out, transient=True
+            )
             self._task = self._bar.add_task("steps", total=self._steps, completed=progress.step)
             self._bar.start()
 
@@ -71,8 +72,8 @@ class Console:
         """One line about a finished evaluation."""
         e = evaluation
         self.say(
-            f"eval at {e.rollouts:>9,} rollouts  reward {e.reward.mean:.3f} +- {e.reward.se:.3f}  KL {e.kl.mean:.3f} +- {e.kl.se:.3f}  "
-            f"F {e.free_energy.mean:+.3f} +- {e.free_energy.se:.3f}  floor [{e.floor.lower.mean:+.3f}, {e.floor.upper.mean:+.3f}]"
+            f"eval at {e.rollouts:>9,} rollouts  reward {e.reward}  KL {e.kl}  F {e.free_energy}  "
+            f"floor [{e.floor.lower.mean:+.3f}, {e.floor.upper.mean:+.3f}]"
         )
 
     def interrupted(self, run: RunDir, signal: str) -> None:
@@ -104,12 +105,17 @@ def describe_config(config: Config, objective: Objective) -> list[str]:
     groups = config.total_rollouts // config.group_size
     steps = config.total_rollouts // config.rollouts_per_step
     train = config.data.train_problems
-    epochs = f"{groups / train:.4f} epochs of {train:,} problems" if train else "training problems: all that are not held out"
+    epochs = (
+        f"{groups / train:.4f} epochs of {train:,} problems"
+        if train
+        else "training problems: all that are not held out"
+    )
     updates = config.learner.passes * config.learner.mini_batches
+    options = ", ".join(f"{name} {value:g}" for name, value in objective.gate_options.items())
     checkpoints = -(-config.total_rollouts // config.checkpoint_every)
     lines = [
         f"method     {config.method} ({METHODS[config.method].source}), recipe {config.recipe}, beta {config.beta:g}",
-        f"axes       gate {objective.gate}{dict(objective.gate_options)}, level {objective.level}, advantage {objective.advantage}, "
+        f"axes       gate {objective.gate} ({options}), level {objective.level}, advantage {objective.advantage}, "
         f"kl {objective.kl}, aggregate {objective.aggregate}, old {objective.old}, correction {objective.correction}",
         f"objective  {effective_beta_line(objective, config.group_size)}",
         f"batches    {config.total_rollouts:,} rollouts = {groups:,} groups of {config.group_size} = {steps:,} steps of "

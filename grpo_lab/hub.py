@@ -17,7 +17,9 @@ def resolve_model(model: ModelConfig) -> Path:
     name = expand_path(model.name)
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
-            raise ConfigError(f"model.name={model.name!r}: the folder has no config.json; give a transformers model folder")
+            raise ConfigError(
+                f"model.name={model.name!r}: the folder has no config.json; give a transformers model folder"
+            )
         return Path(name).resolve()
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
         hint = "run `make demo-model` to create it" if "grpo_lab" in name else "give a folder or a hub id owner/name"
@@ -53,5 +55,7 @@ def stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
         eos = GenerationConfig.from_pretrained(folder).eos_token_id
         ids |= set(eos if isinstance(eos, list) else [] if eos is None else [eos])
     if not ids:
-        raise ConfigError(f"the model in {folder} declares no end-of-sequence token: set eos_token_id in generation_config.json")
+        raise ConfigError(
+            f"the model in {folder} declares no end-of-sequence token: set eos_token_id in generation_config.json"
+        )
     return tuple(sorted(ids))

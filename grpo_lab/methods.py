@@ -119,7 +119,8 @@ def effective_beta_line(objective: Objective, group_size: int) -> str:
     if objective.minimises_free_energy:
         return f"beta_eff = {beta:g}: the loss descends F = -E[r] + {beta:g} KL exactly (KL in the reward)"
     if objective.kl == "reward":
-        return f"beta_eff = {beta:g} at the fixed point (KL in the reward); {objective.advantage} and {objective.aggregate} reweight the way there"
+        way = f"{objective.advantage} and {objective.aggregate} reweight the way there"
+        return f"beta_eff = {beta:g} at the fixed point (KL in the reward); {way}"
     if objective.advantage == "zscore":
         return f"beta_eff = {beta:g} x std(r) of each prompt, moving with training: not the Gibbs temperature you asked for"
     scale = group_size / (group_size - 1) if objective.advantage == "center" else 1.0

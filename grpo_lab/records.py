@@ -59,4 +59,6 @@ def _group(rows: list[dict[str, Any]]) -> RolloutGroup:
         for r in rows
     )
     grades = tuple(Grade(r["reward"], r["outcome"], r["extracted"]) for r in rows)
-    return RolloutGroup(Problem(rows[0]["problem"], (), rows[0]["answer"]), tuple(rows[0]["prompt_ids"]), completions, grades)
+    return RolloutGroup(
+        Problem(rows[0]["problem"], (), rows[0]["answer"]), tuple(rows[0]["prompt_ids"]), completions, grades
+    )

@@ -26,21 +26,33 @@ class RunDir:
         self.figures = path / "figures"
         self.metrics_file = path / "metrics.jsonl"
 
+    @staticmethod
+    def refuse_existing(config: Config) -> None:
+        """ConfigError when `run_name` is no plain name or is taken, before anything is loaded or written."""
+        name = config.run_name
+        if name is None:
+            return
+        if name in ("", ".", "..") or "/" in name or "\\" in name:
+            raise ConfigError(
+                f"run_name={name!r}: a plain folder name is allowed, no path; output_dir says where it goes"
+            )
+        path = Path(expand_path(config.output_dir)) / name
+        if path.exists():
+            raise ConfigError(f"run {str(path)!r} exists: continue it with --resume {path}, or choose another name")
+
     @classmethod
     def create(cls, config: Config) -> RunDir:
-        """A new folder below `output_dir`. ConfigError when `run_name` exists already or cannot be made."""
-        parent = Path(expand_path(config.output_dir))
+        """A new folder below `output_dir`, named `run_name` or by method, beta and time. ConfigError when it cannot be."""
+        cls.refuse_existing(config)
         name = config.run_name or f"{config.method}-beta{config.beta:g}-{time.strftime('%Y%m%d-%H%M%S')}"
-        if name in (".", "..") or "/" in name or "\\" in name:
-            raise ConfigError(f"run_name={name!r}: a plain folder name is allowed, no path; use output_dir for the parent folder")
-        run = cls(parent / name)
-        if config.run_name and run.path.exists():
-            raise ConfigError(f"run {str(run.path)!r} exists: continue it with --resume {run.path}, or choose another run_name")
+        run = cls(Path(expand_path(config.output_dir)) / name)
         try:
             run.checkpoints.mkdir(parents=True)
             (run.path / "config.yaml").write_text(dump_yaml(config))
         except OSError as error:
-            raise ConfigError(f"cannot create the run folder {str(run.path)!r}: {error.strerror}; set output_dir") from None
+            raise ConfigError(
+                f"cannot create the run folder {str(run.path)!r}: {error.strerror}; set output_dir to a writable folder"
+            ) from None
         return run
 
     @classmethod
@@ -49,7 +61,9 @@ class RunDir:
         for folder in (path, path.parent.parent):
             if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
                 return cls(folder)
-        raise ConfigError(f"{str(path)!r} is not a run folder: it needs config.yaml and checkpoints/; give the path train printed")
+        raise ConfigError(
+            f"{str(path)!r} is not a run folder: it needs config.yaml and checkpoints/; give the path train printed"
+        )
 
     @property
     def config(self) -> Config:
@@ -67,7 +81,9 @@ class RunDir:
             with self.metrics_file.open("a") as file:
                 file.write(json.dumps(metrics, allow_nan=False) + "\n")
         except OSError as error:
-            raise RunError(f"cannot write {self.metrics_file}: {error.strerror}; continue later with --resume {self.path}") from None
+            raise RunError(
+                f"cannot write {self.metrics_file}: {error.strerror}; continue later with --resume {self.path}"
+            ) from None
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Every whole line of metrics.jsonl; a torn last line (a killed run) is left out."""

@@ -43,6 +43,8 @@ class Tracker:
     def __enter__(self) -> Tracker:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._run is not None:
             self._run.finish(exit_code=0 if kind is None else 1)

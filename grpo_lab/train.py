@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from grpo_lab.assemble import Parts, assemble, check
 from grpo_lab.config import Config, changed_keys
 from grpo_lab.console import Console
 from grpo_lab.errors import ConfigError, RunError
-from grpo_lab.evaluation.bank import reference_bank
+from grpo_lab.evaluation.bank import ReferenceBank, reference_bank
 from grpo_lab.evaluation.report import draw_run, evaluate_run, evaluation_table, is_evaluated
 from grpo_lab.learner.checkpoint import Checkpoint, Progress, newest_checkpoint, save_checkpoint
 from grpo_lab.learner.collate import collate
@@ -33,6 +32,8 @@ def train(config: Config, console: Console, resume: RunDir | None = None) -> Run
     """
     checkpoint = _resume_point(config, resume) if resume else None
     console.describe(config, check(config))
+    if not resume:
+        RunDir.refuse_existing(config)
     console.say(f"loading    {config.model.name} and the {config.rollout.engine} engine")
     parts = assemble(config, checkpoint)
     try:
@@ -52,10 +53,11 @@ def _loop(parts: Parts, run: RunDir, progress: Progress, console: Console, track
     config = parts.config
     last = newest_checkpoint(run.checkpoints)
     with stop_signals() as stop:
-        bank = reference_bank(parts, run.evaluations) if config.evaluation.enabled else None
+        bank = _bank(parts, run, console) if config.evaluation.enabled else None
         parts.push_weights(progress.step)
         while True:
             if bank and not stop and _is_milestone(config, progress) and not is_evaluated(run, progress.rollouts):
+                console.say(f"evaluating at {progress.rollouts:,} rollouts")
                 evaluation = evaluate_run(parts, run, bank, progress.rollouts)
                 console.evaluation(evaluation)
                 tracker.log(evaluation.flat(), progress.rollouts)
@@ -96,15 +98,21 @@ def _step(parts: Parts, run: RunDir, progress: Progress) -> tuple[Progress, dict
     with _timed(times, "update"):
         report = parts.learner.update(batch, advantage, progress.step)
     # 8. the new weights travel back
-    after = Progress(progress.step + 1, progress.rollouts + config.rollouts_per_step)
+    tokens = int(batch.tokens.completion_mask.sum())
+    after = Progress(progress.step + 1, progress.rollouts + config.rollouts_per_step, progress.tokens + tokens)
     with _timed(times, "sync"):
         parts.push_weights(after.step)
     # 9. the record
-    tokens = batch.tokens.completion_mask.sum().item()
-    counters = {"step": after.step, "rollouts/total": after.rollouts, "tokens/step": tokens}
+    counters = {"step": after.step, "rollouts/total": after.rollouts, "tokens/total": after.tokens}
     speed = {f"time/{name}": round(seconds, 4) for name, seconds in times.items()}
     speed["perf/tokens_per_second"] = round(tokens / sum(times.values()), 2)
     return after, {**counters, **metrics, **report.metrics, **speed}
+
+
+def _bank(parts: Parts, run: RunDir, console: Console) -> ReferenceBank:
+    settings = parts.config.evaluation
+    console.say(f"reference  {settings.problems} held-out problems x {settings.samples} samples, for the floor")
+    return reference_bank(parts, run.evaluations)
 
 
 def _is_milestone(config: Config, progress: Progress) -> bool:
@@ -116,15 +124,16 @@ def _check_health(metrics: dict[str, float], config: Config, progress: Progress)
     mismatch, limit = metrics["rollout/mismatch_mean"], config.rollout.mismatch_limit
     if config.rollout.top_p == 1 and not mismatch <= limit:
         raise RunError(
-            f"step {progress.step + 1}: sampler and learner differ by {mismatch:.3g} nats per token on average (limit {limit:g}): "
-            "the sampler does not hold the learner's weights; use one model.dtype that both support, or raise rollout.mismatch_limit"
+            f"step {progress.step + 1}: sampler and learner differ by {mismatch:.3g} nats per token on average (limit "
+            f"{limit:g}): the sampler does not hold the learner's weights; use one model.dtype that both support, or raise "
+            "rollout.mismatch_limit"
         )
     kl, error = metrics["policy/kl_ref"], metrics["policy/kl_ref_se"]
     if kl < -max(3 * error, _KL_TOLERANCE):
         raise RunError(
-            f"step {progress.step + 1}: the estimated KL to the reference is {kl:.3g} +- {error:.2g} nats, below zero beyond its "
-            "error: a KL cannot be negative, so the samples do not come from the learner's policy (weights lost in rounding, a "
-            "failed push, or sampling settings); nothing was trained on this batch"
+            f"step {progress.step + 1}: the estimated KL to the reference is {kl:.3g} +- {error:.2g} nats, below zero beyond "
+            "its error: a KL cannot be negative, so the samples do not come from the learner's policy (weights lost in rounding, "
+            "a failed push, or sampling settings); nothing was trained on this batch"
         )
 
 
@@ -143,5 +152,3 @@ def _timed(times: dict[str, float], name: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     times[name] = time.perf_counter() - start
-
-

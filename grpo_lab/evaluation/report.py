@@ -14,6 +14,7 @@ from grpo_lab.evaluation.evaluate import Evaluation, measure
 from grpo_lab.evaluation.figures import draw_curves
 from grpo_lab.learner.checkpoint import load_checkpoint
 from grpo_lab.run_dir import RunDir
+from grpo_lab.thermo.statistics import Estimate
 from grpo_lab.types import RolloutGroup
 
 if TYPE_CHECKING:
@@ -79,7 +80,9 @@ def _bank_of(path: Path, parts: Parts, console: Console) -> ReferenceBank:
         try:
             return reference_bank(parts, folder)
         except RunError:
-            console.say("note       the run's bank was drawn with other settings; drawing a new one for this evaluation")
+            console.say(
+                "note       the run's bank was drawn with other settings; drawing a new one for this evaluation"
+            )
     return reference_bank(parts, None)
 
 
@@ -88,17 +91,19 @@ def evaluation_lines(e: Evaluation) -> list[str]:
     bound = f"[{e.floor.lower.mean:+.4f}, {e.floor.upper.mean:+.4f}]"
     gap = f"[{e.free_energy.mean - e.floor.upper.mean:.4f}, {e.free_energy.mean - e.floor.lower.mean:.4f}]"
     lines = [
-        f"E[r]       {_pm(e.reward.mean, e.reward.se)}   reference {_pm(e.reference_reward.mean, e.reference_reward.se)}",
-        f"KL         {_pm(e.kl.mean, e.kl.se)} nats per sequence (k1);  {_pm(e.kl_rao_blackwell.mean, e.kl_rao_blackwell.se)} (Rao-Blackwell)",
-        f"F          {_pm(e.free_energy.mean, e.free_energy.se)}   at beta {e.beta:g};  F - F_ref {_pm(e.against_reference.mean, e.against_reference.se)} (paired)",
-        f"floor F*   {bound}   from {e.samples} reference samples a problem, {e.floor.no_success:.0%} of problems unsolved by them",
-        f"           {_pm(e.policy_floor.floor.mean, e.policy_floor.floor.se)}   from the policy's own samples (effective sample size {e.policy_floor.ess:.1f} of {e.samples})",
+        f"E[r]       {e.reward}   reference {e.reference_reward}",
+        f"KL         {e.kl} nats per sequence (k1);  {e.kl_rao_blackwell} (Rao-Blackwell)",
+        f"F          {e.free_energy}   at beta {e.beta:g};  F - F_ref {e.against_reference} (paired)",
+        f"floor F*   {bound}   {e.samples} reference samples a problem, {e.floor.no_success:.0%} of problems unsolved by them",
+        f"           {e.policy_floor.floor}   from the policy's samples (effective size {e.policy_floor.ess:.1f} of {e.samples})",
         f"gap F-F*   {gap};  Var(R)/2beta {e.gap_from_returns:.4f}",
     ]  # fmt: skip
     if e.gap_split:
         lines.append(f"           = wasted KL {e.gap_split.wasted:.4f} + wrong tilt {e.gap_split.tilt:.4f}")
     if e.free_energy.mean + 3 * e.free_energy.se < e.floor.lower.mean - 3 * e.floor.lower.se:
-        lines.append("ALARM      F lies below the floor beyond its error: sampler and learner differ, or the bank is of another task")
+        lines.append(
+            "ALARM      F lies below the floor beyond its error: sampler and learner differ, or the bank is of another task"
+        )
     lines.append(
         f"samples    truncated {e.truncated:.1%}, unparsable {e.unparsable:.1%}, {e.length:.1f} tokens, "
         f"entropy {e.entropy:.3f} nats/token, pass@{e.samples} {e.pass_at_samples:.3f}"
@@ -118,7 +123,7 @@ def evaluation_table(run: RunDir) -> list[str]:
         return []
     lines = [f"{'rollouts':>9}  {'E[r]':>15}  {'KL (nats)':>15}  {'F':>16}  {'F - F_ref':>16}  floor F*"]
     for row in rows:
-        cells = [_pm(row[key]["mean"], row[key]["se"]) for key in ("reward", "kl", "free_energy", "against_reference")]
+        cells = [str(Estimate(**row[key])) for key in ("reward", "kl", "free_energy", "against_reference")]
         floor = f"[{row['floor']['lower']['mean']:+.3f}, {row['floor']['upper']['mean']:+.3f}]"
         lines.append(f"{row['rollouts']:>9,}  {cells[0]:>15}  {cells[1]:>15}  {cells[2]:>16}  {cells[3]:>16}  {floor}")
     return lines
@@ -128,7 +133,3 @@ def draw_run(run: RunDir) -> list[Path]:
     """The figures of a run; none before its first evaluation."""
     rows = read_evaluations(run)
     return draw_curves(rows, run.figures) if rows else []
-
-
-def _pm(mean: float, error: float) -> str:
-    return f"{mean:.3f} +- {error:.3f}"

@@ -1,9 +1,9 @@
 """Checkpoints: a model folder transformers can load, plus the training state. Written beside, flushed, renamed whole.
 
-    rollouts_00032768/
-      config.json model.safetensors tokenizer...   the policy (LoRA: adapter_config.json adapter_model.safetensors)
-      training/state.json training/state.safetensors   step, counters, scheduler; moments and masters by parameter name
-      manifest.json                                 sha256 of every file; written last, so a folder with it is complete
+rollouts_00032768/
+  config.json model.safetensors tokenizer...   the policy (LoRA: adapter_config.json adapter_model.safetensors)
+  training/state.json training/state.safetensors   step, counters, scheduler; moments and masters by parameter name
+  manifest.json                                 sha256 of every file; written last, so a folder with it is complete
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,11 @@ PREFIX = "rollouts_"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: completed steps, rollouts trained on, and weight pushes made."""
+    """How far a run is: completed steps, and the rollouts and completion tokens trained on."""
 
     step: int = 0
     rollouts: int = 0
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,9 @@ class Checkpoint:
             numbers = json.loads((self.folder / "training/state.json").read_text())
             return LearnerState(load_file(self.folder / "training/state.safetensors"), numbers["learner"])
         except Exception as error:
-            raise RunError(f"checkpoint {self.folder} has no readable training state ({error}); resume from an older one") from None
+            raise RunError(
+                f"checkpoint {self.folder} has no readable training state ({error}); resume from an older one"
+            ) from None
 
 
 def save_checkpoint(parent: Path, learner: Learner, tokenizer: Any, progress: Progress) -> Checkpoint:
@@ -64,7 +67,7 @@ def save_checkpoint(parent: Path, learner: Learner, tokenizer: Any, progress: Pr
             learner.policy.causal_lm.generation_config.save_pretrained(partial)
         state = learner.state()
         save_file(state.tensors, partial / "training/state.safetensors")
-        numbers = {"step": progress.step, "rollouts": progress.rollouts, "learner": state.numbers}
+        numbers = {"progress": asdict(progress), "learner": state.numbers}
         (partial / "training/state.json").write_text(json.dumps(numbers, indent=1))
         _seal(partial)
         shutil.rmtree(final, ignore_errors=True)
@@ -72,7 +75,9 @@ def save_checkpoint(parent: Path, learner: Learner, tokenizer: Any, progress: Pr
         _flush(parent)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise RunError(f"cannot write checkpoint {final}: {error.strerror}; free some space, then continue with --resume") from None
+        raise RunError(
+            f"cannot write checkpoint {final}: {error.strerror}; free some space, then continue with --resume"
+        ) from None
     return Checkpoint(final, progress)
 
 
@@ -89,17 +94,19 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in `folder`, its sha256 sums verified. UserError says which file is missing or broken."""
     manifest_file = folder / "manifest.json"
     if not manifest_file.is_file():
-        raise RunError(f"{folder} is not a checkpoint: it has no manifest.json; give a folder like RUN/checkpoints/rollouts_00032768")
+        raise RunError(
+            f"{folder} is not a checkpoint: it has no manifest.json; give a folder like RUN/checkpoints/rollouts_00032768"
+        )
     try:
         manifest = json.loads(manifest_file.read_text())
         for name, entry in manifest["files"].items():
             if _sha256(folder / name) != entry["sha256"]:
                 raise RunError(f"checkpoint {folder}: {name} is damaged (its sha256 differs); use an older checkpoint")
         numbers = json.loads((folder / "training/state.json").read_text())
-        return Checkpoint(folder, Progress(numbers["step"], numbers["rollouts"]))
+        return Checkpoint(folder, Progress(**numbers["progress"]))
     except UserError:
         raise
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"checkpoint {folder} is broken ({error}); use an older checkpoint") from None
 
 

@@ -43,14 +43,21 @@ class Learner:
     """`annotate` adds log-probs to a batch, `update` trains on it, `statistics` measures it against the reference."""
 
     def __init__(
-        self, config: Config, objective: Objective, base: Path, source: Path | None = None, state: LearnerState | None = None
+        self,
+        config: Config,
+        objective: Objective,
+        base: Path,
+        source: Path | None = None,
+        state: LearnerState | None = None,
     ) -> None:
         self._accelerator = Accelerator()
         self._config, self._objective = config, objective
         self._gate = build_gate(objective.gate, objective.gate_options)
         self.policy = PolicyModel(base, source or base, config.model, self._accelerator.device)
         self._share_prompt = config.learner.share_prompt and self.policy.can_share_prompt
-        saved_masters = {k.removeprefix("master/"): v for k, v in state.tensors.items() if k.startswith("master/")} if state else {}
+        saved_masters = (
+            {k.removeprefix("master/"): v for k, v in state.tensors.items() if k.startswith("master/")} if state else {}
+        )
         self.masters = MasterWeights(self.policy.trainable(), saved_masters, self.policy.full_precision)
         self.policy.full_precision = {}
         self._optimizer = self._build_optimizer()
@@ -88,7 +95,9 @@ class Learner:
     def _score(self, model: Any, tokens: TokenBatch) -> Tensor:
         scores = torch.zeros(tokens.completion_mask.shape)
         for rows in self._plan(tokens, torch.arange(tokens.num_sequences)):
-            part = completion_logprobs(model, select(tokens, rows), self._share_prompt, self._config.rollout.temperature)
+            part = completion_logprobs(
+                model, select(tokens, rows), self._share_prompt, self._config.rollout.temperature
+            )
             scores[rows, : part.shape[1]] = part.cpu()
         return scores
 

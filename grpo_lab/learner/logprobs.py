@@ -44,7 +44,9 @@ def completion_logprobs(model: nn.Module, tokens: TokenBatch, share_prompt: bool
 
 
 @torch.no_grad()
-def token_statistics(policy_hidden: Tensor, ref_hidden: Tensor, heads: tuple[nn.Module, nn.Module], tokens: TokenBatch) -> TokenStatistics:
+def token_statistics(
+    policy_hidden: Tensor, ref_hidden: Tensor, heads: tuple[nn.Module, nn.Module], tokens: TokenBatch
+) -> TokenStatistics:
     """Log-probs under both models, the full-vocabulary KL(pi || pi_ref) and the entropy at each token.
 
     Source of the Rao-Blackwellised KL, sum_t full_kl: Amini et al. 2504.10637. Hidden states are [n, C, H].

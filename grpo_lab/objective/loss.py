@@ -23,7 +23,9 @@ class LossInputs:
     advantages: Tensor
 
 
-def policy_loss(logprobs: Tensor, inputs: LossInputs, objective: Objective, gate: GateProtocol) -> tuple[Tensor, Tensor]:
+def policy_loss(
+    logprobs: Tensor, inputs: LossInputs, objective: Objective, gate: GateProtocol
+) -> tuple[Tensor, Tensor]:
     """Scalar loss (a share of the global batch's) and the detached log-ratio [n, C] it was computed at.
 
     `logprobs` [n, C] are the learner's current log-probs with gradient. `inputs.weights` carry the global normalisation,

@@ -22,7 +22,11 @@ def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: Level
 
 
 def correction_weights(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, name: CorrectionName, truncate: float = 2.0, band: tuple[float, float] = (0.5, 5.0)
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    name: CorrectionName,
+    truncate: float = 2.0,
+    band: tuple[float, float] = (0.5, 5.0),
 ) -> Tensor:
     """Detached token weights pi_old / pi_rollout for the mismatch between learner and sampler, [n, C].
 

@@ -23,11 +23,13 @@ class Collector:
     def collect(
         self, problems: Sequence[Problem], group_size: int, sampling: Sampling, purpose: tuple[str, *tuple[int, ...]]
     ) -> list[RolloutGroup]:
-        """One group a problem. Sibling j of problem i is seeded by (run seed, *purpose, problem id, j) and nothing else."""
+        """One group a problem. Sibling j is seeded by (run seed, *purpose, problem id, occurrence, j) and nothing else;
+        a problem that comes twice in one call (where two epochs meet) has occurrences 0 and 1."""
         prompts = [render_prompt(self.tokenizer, problem, self.max_prompt_tokens) for problem in problems]
+        ids = [problem.id for problem in problems]
         requests = [
-            GenerationRequest(prompt, derive_seed(self.seed, *purpose, problem.id, sibling))
-            for problem, prompt in zip(problems, prompts, strict=True)
+            GenerationRequest(prompt, derive_seed(self.seed, *purpose, ids[i], ids[:i].count(ids[i]), sibling))
+            for i, prompt in enumerate(prompts)
             for sibling in range(group_size)
         ]
         completions = self.engine.generate(requests, sampling)
@@ -49,7 +51,7 @@ def render_prompt(tokenizer: Any, problem: Problem, max_tokens: int) -> tuple[in
 
     Raises ConfigError when the prompt is longer than `max_tokens`.
     """
-    messages = [dict(message) for message in problem.messages]
+    messages = [{"role": message["role"], "content": message["content"]} for message in problem.messages]
     if tokenizer.chat_template:
         rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
         ids = rendered["input_ids"]

@@ -16,6 +16,9 @@ class Estimate:
     mean: float
     se: float
 
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} +- {self.se:.3f}"
+
 
 def clustered(values: Array) -> Estimate:
     """Mean over prompts and its standard error for new prompts, of [N] prompt values or [N, K] samples.

@@ -75,7 +75,9 @@ def test_descent_reaches_the_gibbs_floor(method: str) -> None:
     log_ref = token_logprobs(reference)[0].sum(dim=1)
     floor = -BETA * torch.logsumexp(log_ref + REWARDS / BETA, dim=0)
     table = reference.clone().requires_grad_()
-    optimizer = torch.optim.LBFGS([table], max_iter=400, tolerance_grad=1e-12, tolerance_change=0, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        [table], max_iter=400, tolerance_grad=1e-12, tolerance_change=0, line_search_fn="strong_wolfe"
+    )
 
     def closure() -> Tensor:
         table.grad = expected_loss_gradient(table, reference, method)

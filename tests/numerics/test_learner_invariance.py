@@ -74,10 +74,15 @@ def gradients(model: Path, groups: list[RolloutGroup], **learner: object) -> dic
 
 
 @pytest.mark.parametrize("learner", [
-    {"microbatch_tokens": 20}, {"microbatch_tokens": 10_000, "share_prompt": False}, {"microbatch_tokens": 40, "share_prompt": False},
+    {"microbatch_tokens": 20},
+    {"microbatch_tokens": 10_000, "share_prompt": False},
+    {"microbatch_tokens": 40, "share_prompt": False},
 ])  # fmt: skip
 def test_gradient_does_not_depend_on_batching(tiny_model: Path, learner: dict[str, object]) -> None:
-    wanted, got = gradients(tiny_model, make_groups(), microbatch_tokens=10_000), gradients(tiny_model, make_groups(), **learner)
+    wanted, got = (
+        gradients(tiny_model, make_groups(), microbatch_tokens=10_000),
+        gradients(tiny_model, make_groups(), **learner),
+    )
     size = torch.cat([g.flatten() for g in wanted.values()]).norm()
     assert size > 0
     for name in wanted:

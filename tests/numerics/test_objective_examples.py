@@ -110,7 +110,10 @@ def test_kl_values_and_expected_gradients() -> None:
 
 
 def test_mismatch_corrections() -> None:
-    weight = lambda name, ratio, **kw: correction_weights(tensor([[math.log(ratio)]]), tensor([[0.0]]), name, **kw).item()  # noqa: E731
+    def weight(name: str, ratio: float, **options: object) -> float:
+        log_ratio = tensor([[math.log(ratio)]])
+        return correction_weights(log_ratio, tensor([[0.0]]), name, **options).item()  # type: ignore[arg-type]
+
     assert weight("tis", 2.7) == pytest.approx(2.0)
     assert weight("tis", 0.4) == pytest.approx(0.4)
     assert weight("icepop", 0.45) == 0

@@ -26,7 +26,9 @@ def test_binary_edges() -> None:
     assert binary.floor(p, 0.01).tolist() == [0, -1]
     assert binary.gibbs_success(p, 0.01).tolist() == [0, 1]
     assert binary.gibbs_kl(p, 0.01).tolist() == [0, 0]
-    assert binary.floor(0.348, 0.001) == pytest.approx(EXAMPLES["E7_binary_floor"]["edge"]["p=0.348,beta=0.001 (no overflow)"])
+    assert binary.floor(0.348, 0.001) == pytest.approx(
+        EXAMPLES["E7_binary_floor"]["edge"]["p=0.348,beta=0.001 (no overflow)"]
+    )
 
 
 @pytest.mark.parametrize("p", [0.01, 0.35, 0.9])
@@ -37,7 +39,9 @@ def test_thermodynamic_identities(p: float, beta: float) -> None:
     derivative = lambda f: (f(p, beta + step) - f(p, beta - step)) / (2 * step)  # noqa: E731
     assert derivative(binary.floor) == pytest.approx(binary.gibbs_kl(p, beta), rel=1e-6)
     assert -derivative(binary.gibbs_success) == pytest.approx(binary.heat_capacity(p, beta), rel=1e-5)
-    assert binary.floor(p, beta) == pytest.approx(beta * binary.gibbs_kl(p, beta) - binary.gibbs_success(p, beta), rel=1e-12)
+    assert binary.floor(p, beta) == pytest.approx(
+        beta * binary.gibbs_kl(p, beta) - binary.gibbs_success(p, beta), rel=1e-12
+    )
     assert binary.gibbs_kl(p, beta) == pytest.approx(binary.bernoulli_kl(binary.gibbs_success(p, beta), p), rel=1e-9)
 
 
@@ -59,7 +63,14 @@ def test_candidate_sets(weighting: str) -> None:
     result = candidates.candidate_floor(weights, np.array(e["r"], dtype=float), 0.1)
     assert result.weights.tolist() == pytest.approx(e["weights"], abs=1e-12)
     assert result.gibbs.tolist() == pytest.approx(e["gibbs"], abs=1e-12)
-    got = (result.reference_reward, result.ess, result.floor, result.gibbs_reward, result.gibbs_kl, result.heat_capacity)
+    got = (
+        result.reference_reward,
+        result.ess,
+        result.floor,
+        result.gibbs_reward,
+        result.gibbs_kl,
+        result.heat_capacity,
+    )
     assert got == pytest.approx((e["E_ref"], e["ess"], e["F_star"], e["E"], e["KL"], e["heat"]), rel=1e-9)
 
 

@@ -45,7 +45,9 @@ class EngineImpl:
                 self._llm: Any = LLM(**self._engine_options(spec))
             except (RuntimeError, ValueError) as error:
                 reason = " ".join(str(error).split())[:400]
-                raise RunError(f"vLLM could not start for {spec.model_path}: {reason}; its output is in {log}") from None
+                raise RunError(
+                    f"vLLM could not start for {spec.model_path}: {reason}; its output is in {log}"
+                ) from None
         self._sleep()
 
     def _engine_options(self, spec: EngineSpec) -> dict[str, Any]:
