@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,10 @@ def train(config: Config, console: Console, resume: RunDir | None = None) -> Run
 
     Raises ConfigError before any model loads, RunError afterwards; what was saved stays.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "started as several processes, but a run is one process: start it without a launcher, on one GPU"
+        )
     checkpoint = _resume_point(config, resume) if resume else None
     console.describe(config, check(config))
     if not resume:
@@ -131,9 +136,9 @@ def _check_health(metrics: dict[str, float], config: Config, progress: Progress)
     kl, error = metrics["policy/kl_ref"], metrics["policy/kl_ref_se"]
     if kl < -max(3 * error, _KL_TOLERANCE):
         raise RunError(
-            f"step {progress.step + 1}: the estimated KL to the reference is {kl:.3g} +- {error:.2g} nats, below zero beyond "
-            "its error: a KL cannot be negative, so the samples do not come from the learner's policy (weights lost in rounding, "
-            "a failed push, or sampling settings); nothing was trained on this batch"
+            f"step {progress.step + 1}: the estimated KL to the reference is {kl:.3g} +- {error:.2g} nats, below zero "
+            "beyond its error: a KL cannot be negative, so the samples do not come from the learner's policy (weights lost "
+            "in rounding, a failed push, or sampling settings); nothing was trained on this batch"
         )
 
 

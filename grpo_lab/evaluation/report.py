@@ -94,8 +94,8 @@ def evaluation_lines(e: Evaluation) -> list[str]:
         f"E[r]       {e.reward}   reference {e.reference_reward}",
         f"KL         {e.kl} nats per sequence (k1);  {e.kl_rao_blackwell} (Rao-Blackwell)",
         f"F          {e.free_energy}   at beta {e.beta:g};  F - F_ref {e.against_reference} (paired)",
-        f"floor F*   {bound}   {e.samples} reference samples a problem, {e.floor.no_success:.0%} of problems unsolved by them",
-        f"           {e.policy_floor.floor}   from the policy's samples (effective size {e.policy_floor.ess:.1f} of {e.samples})",
+        f"floor F*   {bound}   {e.samples} reference samples a problem, {e.floor.no_success:.0%} unsolved",
+        f"           {e.policy_floor.floor}   from the policy's samples (ESS {e.policy_floor.ess:.1f} of {e.samples})",
         f"gap F-F*   {gap};  Var(R)/2beta {e.gap_from_returns:.4f}",
     ]  # fmt: skip
     if e.gap_split:

@@ -11,8 +11,9 @@ pytestmark = pytest.mark.gpu
 def test_update_on_gpu(tiny_model: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+    from learner_cases import make_groups, make_learner
+
     from grpo_lab.learner.collate import collate
-    from tests.numerics.test_learner_invariance import make_groups, make_learner
 
     learner = make_learner(tiny_model, dtype="bfloat16")
     assert next(learner.policy.model.parameters()).device.type == "cuda"
