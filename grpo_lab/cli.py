@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from grpo_lab.config import Config, build_config, load_config
+from grpo_lab.config import Config
+from grpo_lab.config_file import build_config, load_config
 from grpo_lab.errors import ConfigError, UserError
 
 app = typer.Typer(

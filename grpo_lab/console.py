@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from grpo_lab.config import Config, dump_yaml
+from grpo_lab.config import Config
+from grpo_lab.config_file import dump_yaml
 from grpo_lab.methods import METHODS, Objective, effective_beta_line, warnings
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from grpo_lab.config import Config, build_config, dump_yaml, expand_path
+from grpo_lab.config import Config, expand_path
+from grpo_lab.config_file import build_config, dump_yaml
 from grpo_lab.errors import ConfigError, RunError
 from grpo_lab.records import write_groups
 from grpo_lab.types import RolloutGroup

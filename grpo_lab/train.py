@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from grpo_lab.assemble import Parts, assemble, check
-from grpo_lab.config import Config, changed_keys
+from grpo_lab.config import Config
+from grpo_lab.config_file import changed_keys
 from grpo_lab.console import Console
 from grpo_lab.errors import ConfigError, RunError
 from grpo_lab.evaluation.bank import ReferenceBank, reference_bank

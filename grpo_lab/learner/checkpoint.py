@@ -19,7 +19,8 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from grpo_lab.errors import RunError, UserError
-from grpo_lab.learner.learner import Learner, LearnerState
+from grpo_lab.learner.learner import Learner
+from grpo_lab.learner.optimizer import LearnerState
 
 PREFIX = "rollouts_"
 
@@ -65,7 +66,7 @@ def save_checkpoint(parent: Path, learner: Learner, tokenizer: Any, progress: Pr
         tokenizer.save_pretrained(partial)
         if learner.policy.lora:
             learner.policy.causal_lm.generation_config.save_pretrained(partial)
-        state = learner.state()
+        state = learner.optimizer.state()
         save_file(state.tensors, partial / "training/state.safetensors")
         numbers = {"progress": asdict(progress), "learner": state.numbers}
         (partial / "training/state.json").write_text(json.dumps(numbers, indent=1))

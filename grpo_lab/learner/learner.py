@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import get_scheduler
 
 from grpo_lab.config import Config
 from grpo_lab.errors import RunError
 from grpo_lab.learner.collate import plan_microbatches, select
 from grpo_lab.learner.logprobs import TokenStatistics, completion_hidden, completion_logprobs, token_statistics
 from grpo_lab.learner.model import PolicyModel
+from grpo_lab.learner.optimizer import LearnerState, PolicyOptimizer
 from grpo_lab.learner.precision import MasterWeights
 from grpo_lab.methods import Objective
 from grpo_lab.objective.aggregate import BatchTotals, token_weights
@@ -24,19 +23,9 @@ from grpo_lab.objective.loss import LossInputs, gate_metrics, policy_loss
 from grpo_lab.seeding import derive_seed
 from grpo_lab.types import TokenBatch, TrainBatch, UpdateReport
 
-_FIRST_LOSS_SCALE = 2.0**16
-
 
 class NonFiniteError(RunError):
     """A loss or gradient is not finite; raised before the optimizer moves anything."""
-
-
-@dataclass(frozen=True)
-class LearnerState:
-    """What a checkpoint keeps beside the model: tensors by name (moments, masters) and plain numbers."""
-
-    tensors: dict[str, Tensor]
-    numbers: dict[str, Any]
 
 
 class Learner:
@@ -55,16 +44,10 @@ class Learner:
         self._gate = build_gate(objective.gate, objective.gate_options)
         self.policy = PolicyModel(base, source or base, config.model, self._accelerator.device)
         self._share_prompt = config.learner.share_prompt and self.policy.can_share_prompt
-        saved_masters = (
-            {k.removeprefix("master/"): v for k, v in state.tensors.items() if k.startswith("master/")} if state else {}
-        )
-        self.masters = MasterWeights(self.policy.trainable(), saved_masters, self.policy.full_precision)
+        saved = state.masters if state else {}
+        self.masters = MasterWeights(self.policy.trainable(), saved, self.policy.full_precision)
         self.policy.full_precision = {}
-        self._optimizer = self._build_optimizer()
-        self._scheduler = self._build_scheduler()
-        self._loss_scale = _FIRST_LOSS_SCALE if config.model.dtype == "float16" else 1.0
-        if state is not None:
-            self._restore(state)
+        self.optimizer = PolicyOptimizer(config, self.masters, state)
 
     # -- measuring ---------------------------------------------------------------------------------------------------
 
@@ -119,7 +102,7 @@ class Learner:
                 for key, value in self._optimizer_step(batch, advantages, rows, log_rho, step).items():
                     totals[key] += value / (settings.passes * settings.mini_batches)
         gates = gate_metrics(log_rho, advantages, batch.tokens.completion_mask, self._gate)
-        return UpdateReport({**totals, "policy/learning_rate": self._scheduler.get_last_lr()[0], **gates})
+        return UpdateReport({**totals, "policy/learning_rate": self.optimizer.learning_rate, **gates})
 
     def _mini_batches(self, tokens: TokenBatch, step: int, index: int) -> list[Tensor]:
         count, groups = self._config.learner.mini_batches, self._config.prompts_per_step
@@ -131,13 +114,7 @@ class Learner:
         self, batch: TrainBatch, advantages: Tensor, rows: Tensor, log_rho: Tensor, step: int
     ) -> dict[str, float]:
         loss = self._gradients(batch, advantages, rows, log_rho, step)
-        masters = list(self.masters.masters.values())
-        norm = float(torch.nn.utils.clip_grad_norm_(masters, self._config.learner.max_grad_norm))
-        before = self.masters.snapshot()
-        self._optimizer.step()
-        self._scheduler.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return {"loss": loss, "policy/grad_norm": norm, "rollout/update_absorbed": self.masters.apply(before)}
+        return {"loss": loss, **self.optimizer.step()}
 
     def _gradients(self, batch: TrainBatch, advantages: Tensor, rows: Tensor, log_rho: Tensor, step: int) -> float:
         """Leave the global mini-batch's gradient in the masters. fp16: halve the loss scale and start over on overflow."""
@@ -147,13 +124,13 @@ class Learner:
             gradients = [m.grad for m in self.masters.masters.values() if m.grad is not None]
             if loss == loss and abs(loss) != float("inf") and all(torch.isfinite(g).all() for g in gradients):
                 return loss
-            self._optimizer.zero_grad(set_to_none=True)
-            if self._config.model.dtype != "float16" or self._loss_scale <= 1 or loss != loss:
+            self.optimizer.discard_gradients()
+            if self._config.model.dtype != "float16" or self.optimizer.loss_scale <= 1 or loss != loss:
                 raise NonFiniteError(
                     f"step {step}: the {'loss' if loss != loss else 'gradient'} is not finite; no weight was changed; lower "
                     "learner.learning_rate or use --set model.dtype=float32"
                 )
-            self._loss_scale /= 2
+            self.optimizer.loss_scale /= 2
 
     def _accumulate(self, batch: TrainBatch, advantages: Tensor, rows: Tensor, log_rho: Tensor) -> float:
         totals = self._global_totals(batch.tokens, rows)
@@ -165,8 +142,8 @@ class Learner:
                 self.policy.causal_lm, part, self._share_prompt, self._config.rollout.temperature
             )
             loss, ratios = policy_loss(logprobs, inputs, self._objective, self._gate)
-            (loss * self._loss_scale).backward()
-            self.masters.gather_gradients(self._loss_scale)
+            (loss * self.optimizer.loss_scale).backward()
+            self.masters.gather_gradients(self.optimizer.loss_scale)
             log_rho[micro, : ratios.shape[1]] = ratios.cpu()
             loss_sum += float(loss.detach())
         return loss_sum
@@ -195,47 +172,3 @@ class Learner:
             for master in self.masters.masters.values():
                 gradient = torch.zeros_like(master) if master.grad is None else master.grad
                 master.grad = self._accelerator.reduce(gradient, "sum")
-
-    # -- optimizer and its state -------------------------------------------------------------------------------------
-
-    def _build_optimizer(self) -> torch.optim.Optimizer:
-        settings = self._config.learner
-        return torch.optim.AdamW(
-            list(self.masters.masters.values()),
-            lr=settings.learning_rate,
-            betas=(settings.adam_beta1, settings.adam_beta2),
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
-
-    def _build_scheduler(self) -> Any:
-        settings = self._config.learner
-        steps = self._config.total_rollouts // self._config.rollouts_per_step
-        name = "constant_with_warmup" if settings.schedule == "constant" else settings.schedule
-        return get_scheduler(
-            name,
-            self._optimizer,
-            num_warmup_steps=settings.warmup_updates,
-            num_training_steps=steps * settings.passes * settings.mini_batches,
-        )
-
-    def state(self) -> LearnerState:
-        """Moments and (below fp32) masters by parameter name; scheduler and loss scale as numbers."""
-        tensors: dict[str, Tensor] = {}
-        for name, master in self.masters.masters.items():
-            for key, value in self._optimizer.state[master].items():
-                tensors[f"{key}/{name}"] = value
-            if not self.masters.is_exact:
-                tensors[f"master/{name}"] = master
-        numbers = {"scheduler": self._scheduler.state_dict(), "loss_scale": self._loss_scale}
-        return LearnerState({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, numbers)
-
-    def _restore(self, state: LearnerState) -> None:
-        device = self._accelerator.device
-        for name, master in self.masters.masters.items():
-            moments = {key: state.tensors[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-            self._optimizer.state[master] = {key: value.to(device) for key, value in moments.items()}
-        self._scheduler.load_state_dict(state.numbers["scheduler"])
-        self._loss_scale = state.numbers["loss_scale"]
-        for group, rate in zip(self._optimizer.param_groups, self._scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_lab.config import Config, load_config
+from grpo_lab.config import Config
+from grpo_lab.config_file import load_config
 from grpo_lab.methods import METHODS, resolve
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -1,6 +1,7 @@
 """The command line as a user runs it: every method, evaluation, transformers loading, and mistakes in one line."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -9,10 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
+from grpo_lab.cli import main
+from grpo_lab.config_file import load_config
+from grpo_lab.console import Console
 from grpo_lab.methods import METHODS
 from grpo_lab.records import read_groups
+from grpo_lab.train import train
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 SIX = ["ppo", "grpo", "dapo", "sao", "sapo", "gspo"]
@@ -40,25 +44,19 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return folder / "run"
 
 
+SCRIPTED = {"rollout.engine": "scripted", "rollout.mismatch_limit": 100, "evaluation.enabled": False}
+
+
 @pytest.mark.parametrize("method", SIX)
 @pytest.mark.parametrize("recipe", ["free_energy", "paper"])
-def test_every_method_trains(grpo_lab: Run, tiny_config: Path, tmp_path: Path, method: str, recipe: str) -> None:
-    arguments = (
-        "--method",
-        method,
-        "--recipe",
-        recipe,
-        "--set",
-        "rollout.engine=scripted",
-        "--set",
-        "evaluation.enabled=false",
-    )
-    done = grpo_lab("train", "--config", tiny_config, *arguments, "--set", "rollout.mismatch_limit=100")
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+def test_every_method_trains(tiny_config: Path, method: str, recipe: str) -> None:
+    overrides = [f"{key}={value}" for key, value in SCRIPTED.items()]
+    config = load_config(tiny_config, overrides, {"method": method, "recipe": recipe})
+    rows = train(config, Console()).read_metrics()
     assert [row["step"] for row in rows] == [1, 2]
     for name in ("policy/grad_norm", "gate/open_fraction", "gate/mean", "gate/ess", "ratio/max", "policy/beta_eff_p50"):
-        assert all(torch.isfinite(torch.tensor(row[name])) for row in rows), name
+        assert all(math.isfinite(row[name]) for row in rows), name
+    assert rows[0]["policy/grad_norm"] > 0
 
 
 def test_a_run_leaves_everything_behind(finished: Path) -> None:
@@ -163,13 +161,22 @@ def test_demo_model_trains_with_vllm(grpo_lab: Run, tmp_path: Path, demo_model: 
     (["train", "--recipe", "cake"], 2, "'free_energy' or 'paper'"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(
-    grpo_lab: Run, tiny_config: Path, tmp_path: Path, arguments: list[str], code: int, message: str
+    tiny_config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    message: str,
 ) -> None:
     if arguments[0] == "train" and "--config" not in arguments and "--resume" not in arguments:
         arguments = [*arguments, "--config", str(tiny_config)]
-    done = grpo_lab(*arguments)
-    assert done.returncode == code, done.stderr
-    assert message in done.stderr and "Traceback" not in done.stderr
+    monkeypatch.setattr(sys, "argv", ["grpo-lab", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    error = capfd.readouterr().err
+    assert stopped.value.code == code, error
+    assert message in error and "Traceback" not in error
     assert not (tmp_path / "runs").exists(), "nothing half-written"
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_lab.config import Config, build_config, changed_keys, dump_yaml, load_config
+from grpo_lab.config import Config
+from grpo_lab.config_file import build_config, changed_keys, dump_yaml, load_config
 from grpo_lab.errors import ConfigError
 from grpo_lab.methods import effective_beta_line, resolve, warnings
 from grpo_lab.seeding import derive_seed
