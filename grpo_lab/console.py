@@ -79,23 +79,24 @@ class Console:
 
     def interrupted(self, run: RunDir, signal: str) -> None:
         """The run stopped on request."""
-        self._stop_bar()
+        self.close()
         self.say(f"stopped by {signal} after a whole step; saved. Continue with: grpo-lab train --resume {run.path}")
 
     def finished(self, run: RunDir, table: Sequence[str], figures: Sequence[Path]) -> None:
-        """The closing lines: the evaluations as a table, and where everything is."""
-        self._stop_bar()
+        """The closing lines: the evaluations as a table, where everything is, and what to run next."""
         for line in table:
             self.say(line)
         self.say(f"run          {run.path}")
         self.say(f"metrics      {run.metrics_file}")
         for folder in sorted(run.checkpoints.glob("rollouts_*"))[-1:]:
             self.say(f"checkpoint   {folder}")
+            self.say(f"next         grpo-lab eval checkpoint {folder}")
         for figure in figures:
             if figure.suffix == ".png":
                 self.say(f"figure       {figure}")
 
-    def _stop_bar(self) -> None:
+    def close(self) -> None:
+        """Give the terminal back."""
         if self._bar:
             self._bar.stop()
             self._bar = None

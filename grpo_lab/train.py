@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from grpo_lab.assemble import Parts, assemble, check
 from grpo_lab.config import Config
 from grpo_lab.config_file import changed_keys
@@ -49,8 +51,14 @@ def train(config: Config, console: Console, resume: RunDir | None = None) -> Run
         console.started(run, config, progress)
         with Tracker(config, run) as tracker:
             _loop(parts, run, progress, console, tracker)
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            f"out of GPU memory ({str(error).split('.')[0]}): lower learner.microbatch_tokens or "
+            "rollout.gpu_memory_utilization, then continue with --resume"
+        ) from None
     finally:
         parts.close()
+        console.close()
     console.finished(run, evaluation_table(run), draw_run(run))
     return run
 
