@@ -2,7 +2,10 @@
 .PHONY: help setup demo demo-model test test-all check format clean
 
 RUN := .venv/bin/python -m
-STAMP := .venv/.setup-done
+PYTHON ?= python3
+# One stamp for each build; without CUDA=... the build that is already there.
+CUDA ?= $(if $(wildcard .venv/.setup-cuda),1,0)
+STAMP := .venv/.setup-$(if $(filter 1,$(CUDA)),cuda,cpu)
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -10,13 +13,14 @@ help:  ## this list
 setup: $(STAMP)  ## create .venv and install everything (CUDA=1 for GPU machines)
 
 $(STAMP): pyproject.toml scripts/setup_env.sh
-	@bash scripts/setup_env.sh
+	@CUDA='$(CUDA)' PYTHON='$(PYTHON)' bash scripts/setup_env.sh
 
 demo-model: $(STAMP)  ## SmolLM2-135M-Instruct as a model folder in the cache
 	@.venv/bin/python scripts/fetch_demo_model.py
 
-demo: demo-model  ## train SmolLM2 with vLLM on CPU, evaluate, draw the figures (about 12 minutes)
-	@HF_HUB_OFFLINE=1 $(RUN) grpo_lab train --config configs/quickstart_cpu.yaml --method dapo --beta 0.05
+demo: $(STAMP)  ## train SmolLM2 with vLLM on CPU, evaluate, draw the figures (about 12 minutes)
+	@model=$$(.venv/bin/python scripts/fetch_demo_model.py) && HF_HUB_OFFLINE=1 $(RUN) grpo_lab train \
+		--config configs/quickstart_cpu.yaml --method dapo --beta 0.05 --set "model.name=$$model"
 
 test: demo-model  ## the quick tests, real vLLM included
 	@HF_HUB_OFFLINE=1 $(RUN) pytest

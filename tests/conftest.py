@@ -1,7 +1,6 @@
 """Shared fixtures: the real demo model, tiny random models, and the command line as a user runs it."""
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 REPOSITORY = Path(__file__).parent.parent
+os.environ["PYTHONPATH"] = str(REPOSITORY / "tests")  # child processes find parity_task too
 
 
 @pytest.fixture(scope="session")
@@ -64,16 +64,7 @@ def untied_model(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> 
 
 
 @pytest.fixture
-def sums(tmp_path: Path) -> Path:
-    """A jsonl task of 40 sums."""
-    path = tmp_path / "sums.jsonl"
-    rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(5) for b in range(8)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.fixture
-def tiny_config(tmp_path: Path, tiny_model: Path, sums: Path) -> Path:
+def tiny_config(tmp_path: Path, tiny_model: Path) -> Path:
     """A config of two steps that any engine runs in seconds: 2 prompts x 4 siblings of at most 8 tokens."""
     path = tmp_path / "tiny.yaml"
     path.write_text(
@@ -85,7 +76,7 @@ checkpoint_every: 8
 output_dir: {tmp_path / "runs"}
 run_name: run
 model: {{name: {tiny_model}, dtype: float32}}
-data: {{task: jsonl, path: {sums}, train_problems: null, heldout_problems: 8, options: {{grading: flexible}}}}
+data: {{task: "parity_task:Task", train_problems: null, heldout_problems: 8}}
 rollout: {{engine: hf, max_new_tokens: 8, max_prompt_tokens: 64}}
 learner: {{learning_rate: 1.0e-3, mini_batches: 2}}
 evaluation: {{problems: 4, samples: 4}}

@@ -54,9 +54,9 @@ class Checkpoint:
 
 
 def save_checkpoint(parent: Path, learner: Learner, tokenizer: Any, progress: Progress) -> Checkpoint:
-    """Write `parent`/rollouts_<n> whole or not at all; an existing complete one of the same name stays."""
+    """Write `parent`/rollouts_<n> whole or not at all; an existing undamaged one of the same name stays."""
     final = parent / f"{PREFIX}{progress.rollouts:08d}"
-    if is_complete(final):
+    if _is_whole(final):
         return Checkpoint(final, progress)
     partial = parent / f".partial-{final.name}"
     shutil.rmtree(partial, ignore_errors=True)
@@ -82,13 +82,12 @@ def save_checkpoint(parent: Path, learner: Learner, tokenizer: Any, progress: Pr
     return Checkpoint(final, progress)
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether every file the manifest lists is there with its size; the sums are checked by `load_checkpoint`."""
+def _is_whole(folder: Path) -> bool:
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        return all((folder / name).stat().st_size == entry["bytes"] for name, entry in manifest["files"].items())
-    except (OSError, ValueError, KeyError, TypeError):
+        load_checkpoint(folder)
+    except RunError:
         return False
+    return True
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
@@ -114,11 +113,10 @@ def load_checkpoint(folder: Path) -> Checkpoint:
 def newest_checkpoint(parent: Path) -> Checkpoint | None:
     """The newest complete, undamaged checkpoint below `parent`; damaged ones are skipped."""
     for folder in sorted(parent.glob(f"{PREFIX}*"), reverse=True):
-        if is_complete(folder):
-            try:
-                return load_checkpoint(folder)
-            except RunError:
-                continue
+        try:
+            return load_checkpoint(folder)
+        except RunError:
+            continue
     return None
 
 

@@ -27,12 +27,10 @@ REPOSITORY = Path(__file__).parents[2]
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """A finished run of two steps with the hf engine."""
     folder = tmp_path_factory.mktemp("finished")
-    rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(5) for b in range(8)]
-    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sets = {
         "prompts_per_step": 2, "group_size": 4, "total_rollouts": 16, "checkpoint_every": 8, "output_dir": folder,
-        "model.name": tiny_model, "model.dtype": "float32", "data.task": "jsonl", "data.path": folder / "sums.jsonl",
-        "data.train_problems": "null", "data.heldout_problems": 8, "data.options.grading": "flexible", "rollout.engine": "hf",
+        "model.name": tiny_model, "model.dtype": "float32", "data.task": "parity_task:Task",
+        "data.train_problems": "null", "data.heldout_problems": 8, "rollout.engine": "hf",
         "rollout.max_new_tokens": 8, "rollout.max_prompt_tokens": 64, "learner.mini_batches": 2, "evaluation.problems": 4,
         "evaluation.samples": 4,
     }  # fmt: skip
@@ -44,14 +42,10 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return folder / "run"
 
 
-SCRIPTED = {"rollout.engine": "scripted", "rollout.mismatch_limit": 100, "evaluation.enabled": False}
-
-
 @pytest.mark.parametrize("method", SIX)
 @pytest.mark.parametrize("recipe", ["free_energy", "paper"])
 def test_every_method_trains(tiny_config: Path, method: str, recipe: str) -> None:
-    overrides = [f"{key}={value}" for key, value in SCRIPTED.items()]
-    config = load_config(tiny_config, overrides, {"method": method, "recipe": recipe})
+    config = load_config(tiny_config, ["evaluation.enabled=false"], {"method": method, "recipe": recipe})
     rows = train(config, Console()).read_metrics()
     assert [row["step"] for row in rows] == [1, 2]
     for name in ("policy/grad_norm", "gate/open_fraction", "gate/mean", "gate/ess", "ratio/max", "policy/beta_eff_p50"):
@@ -148,7 +142,7 @@ def test_demo_model_trains_with_vllm(grpo_lab: Run, tmp_path: Path, demo_model: 
 @pytest.mark.parametrize("arguments, code, message", [
     (["train", "--method", "dap"], 2, "did you mean 'dapo'"),
     (["train", "--beta", "-1"], 2, "greater than 0"),
-    (["train", "--beta", "x"], 2, "not a valid float"),
+    (["train", "--beta", "x"], 2, "valid number"),
     (["train", "--set", "modle.name=x"], 2, "did you mean 'model'"),
     (["train", "--config", "nowhere.yaml"], 2, "No such file"),
     (["train", "--resume", "nowhere"], 2, "not a run folder"),

@@ -55,7 +55,9 @@ def kill_after_checkpoint(arguments: list[str], checkpoint: Path) -> None:
     process.wait()
 
 
-@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.mark.parametrize("engine", [
+    pytest.param("hf", marks=pytest.mark.slow), pytest.param("vllm", marks=pytest.mark.vllm)
+])  # fmt: skip
 def test_killed_and_resumed_equals_straight(grpo_lab: Run, tiny_config: Path, tmp_path: Path, engine: str) -> None:
     runs = tmp_path / "runs"
     straight = grpo_lab(*train_arguments(tiny_config, "straight", engine))
@@ -65,7 +67,7 @@ def test_killed_and_resumed_equals_straight(grpo_lab: Run, tiny_config: Path, tm
     resumed = grpo_lab("train", "--resume", str(runs / "killed"))
     assert resumed.returncode == 0, resumed.stderr
     assert comparable(runs / "killed") == comparable(runs / "straight")
-    assert len(comparable(runs / "straight")) == 4
+    assert [row["policy/grad_norm"] > 0 for row in comparable(runs / "straight")] == [True] * 4
     for rollouts in (24, 32):
         name = f"checkpoints/rollouts_{rollouts:08d}"
         assert hashes(runs / "killed" / name) == hashes(runs / "straight" / name)

@@ -1,5 +1,6 @@
 """Two processes with half of the groups each leave the gradient that one process has."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,26 +33,10 @@ torch.save({n: p.grad for n, p in learner.policy.trainable().items()}, f"{sys.ar
 def test_gradient_of_two_processes(tiny_model: Path, tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--cpu",
-        "--num_processes",
-        "2",
-        "--mixed_precision",
-        "no",
-    ]
-    options = [
-        "--num_machines",
-        "1",
-        "--dynamo_backend",
-        "no",
-        str(script),
-        str(tiny_model),
-        str(Path(__file__).parents[1]),
-    ]
-    done = subprocess.run([*launch, *options, str(tmp_path / "grad")], capture_output=True, text=True, timeout=300)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    arguments = [str(tiny_model), str(Path(__file__).parents[1]), str(tmp_path / "grad")]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     learner = make_learner(tiny_model)
     batch = learner.annotate(collate(make_groups()))

@@ -25,6 +25,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from grpo_lab.errors import RunError
 from grpo_lab.rollout.engines import EngineSpec
 from grpo_lab.types import Completion, GenerationRequest, Sampling
 
@@ -86,7 +87,12 @@ class EngineImpl:
             self._model.load_adapter(str(folder), adapter_name="policy")
             self._model.eval()
         else:
-            self._model.load_state_dict(load_file(folder / "model.safetensors"))
+            missing, unexpected = self._model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+            tied = set(getattr(self._model, "_tied_weights_keys", None) or ()) | {"lm_head.weight"}
+            if unexpected or set(missing) - tied or (missing and not self._model.config.tie_word_embeddings):
+                raise RunError(
+                    f"pushed weights do not fit the model: missing {missing[:3]}, unexpected {unexpected[:3]}"
+                )
         self._version = version
 
     def close(self) -> None:
