@@ -7,6 +7,8 @@ The defaults are the GSM8K experiment with Qwen2.5-0.5B-Instruct. Axes left at n
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from string import Template
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
@@ -156,6 +158,13 @@ def check_batch_algebra(config: Config) -> None:
         )
 
 
+def cache_folder() -> Path:
+    """Where models written on this machine lie: $GRPO_LAB_CACHE, else grpo_lab below $XDG_CACHE_HOME or ~/.cache."""
+    parent = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("GRPO_LAB_CACHE") or Path(parent) / "grpo_lab").expanduser()
+
+
 def expand_path(text: str) -> str:
-    """`~` and `$VARIABLES` of a path replaced; hub ids pass unchanged."""
-    return os.path.expanduser(os.path.expandvars(text))
+    """`~` and `$VARIABLES` of a path replaced ($GRPO_LAB_CACHE has a default); hub ids pass unchanged."""
+    variables = {**os.environ, "GRPO_LAB_CACHE": str(cache_folder())}
+    return os.path.expanduser(Template(text).safe_substitute(variables))

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.config import ModelConfig, expand_path
+from grpo_lab.config import ModelConfig, cache_folder, expand_path
 from grpo_lab.errors import ConfigError
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -22,7 +22,9 @@ def resolve_model(model: ModelConfig) -> Path:
             )
         return Path(name).resolve()
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
-        hint = "run `make demo-model` to create it" if "grpo_lab" in name else "give a folder or a hub id owner/name"
+        hint = (
+            "run `make demo-model`" if name.startswith(str(cache_folder())) else "give a folder or a hub id owner/name"
+        )
         raise ConfigError(f"model.name={model.name!r}: no such folder; {hint}")
     from huggingface_hub import snapshot_download
 

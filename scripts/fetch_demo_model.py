@@ -13,16 +13,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+from grpo_lab.config import cache_folder
+
 NAME = "SmolLM2-135M-Instruct"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 LAYOUT = 2  # raise it when `convert` writes something else: older folders are then written again
-
-
-def cache_folder() -> Path:
-    """Where the model folder goes."""
-    parent = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("GRPO_LAB_CACHE") or Path(parent) / "grpo_lab").expanduser()
 
 
 def demo_model() -> Path:

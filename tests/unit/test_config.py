@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_lab.config import Config
+from grpo_lab.config import Config, cache_folder, expand_path
 from grpo_lab.config_file import build_config, changed_keys, dump_yaml, load_config
 from grpo_lab.errors import ConfigError
 from grpo_lab.methods import effective_beta_line, resolve, warnings
@@ -119,3 +119,13 @@ def test_derived_seeds_are_stable_and_distinct() -> None:
     assert derive_seed(7, "rollout", 3, "p", 0) == expected
     seeds = {derive_seed(s, p, i, j) for s in range(3) for p in ("a", "b") for i in range(20) for j in range(20)}
     assert len(seeds) == 3 * 2 * 400
+
+
+def test_the_cache_folder_is_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo model's script and the configs agree on it, whatever the environment says."""
+    monkeypatch.delenv("GRPO_LAB_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert expand_path("$GRPO_LAB_CACHE/m") == str(cache_folder() / "m") == "/somewhere/grpo_lab/m"
+    monkeypatch.setenv("GRPO_LAB_CACHE", "/elsewhere")
+    assert expand_path("$GRPO_LAB_CACHE/m") == "/elsewhere/m"
+    assert expand_path("Qwen/Qwen2.5-0.5B-Instruct") == "Qwen/Qwen2.5-0.5B-Instruct"
