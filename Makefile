@@ -18,9 +18,8 @@ $(STAMP): pyproject.toml scripts/setup_env.sh
 demo-model: $(STAMP)  ## SmolLM2-135M-Instruct as a model folder in the cache
 	@.venv/bin/python scripts/fetch_demo_model.py
 
-demo: $(STAMP)  ## train SmolLM2 with vLLM on CPU, evaluate, draw the figures (about 12 minutes)
-	@model=$$(.venv/bin/python scripts/fetch_demo_model.py) && HF_HUB_OFFLINE=1 $(RUN) grpo_lab train \
-		--config configs/quickstart_cpu.yaml --method dapo --beta 0.05 --set "model.name=$$model"
+demo: demo-model  ## train SmolLM2 with vLLM on CPU, evaluate, draw the figures (about 12 minutes)
+	@HF_HUB_OFFLINE=1 $(RUN) grpo_lab train --config configs/quickstart_cpu.yaml --method dapo --beta 0.05
 
 test: demo-model  ## the quick tests, real vLLM included
 	@HF_HUB_OFFLINE=1 $(RUN) pytest

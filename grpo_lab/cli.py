@@ -146,7 +146,7 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
-_UsageError = typer.BadParameter.__mro__[2]  # click's ClickException, in whichever package typer keeps it
+_UsageError: Any = typer.BadParameter.__mro__[2]  # click's ClickException, in whichever package typer keeps it
 
 
 def main() -> None:
@@ -160,7 +160,7 @@ def main() -> None:
     except typer.Exit as stop:
         sys.exit(stop.exit_code)
     except _UsageError as error:
-        text = error.format_message()  # type: ignore[attr-defined]
+        text = error.format_message()
         is_help = text.startswith("Usage:")  # a command without its arguments
         sys.stderr.write(text + "\n" if is_help else f"grpo-lab: {' '.join(text.split())}; see grpo-lab --help\n")
         sys.exit(2)
