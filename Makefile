@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml scripts/setup_env.sh
 demo-model: $(STAMP)  ## SmolLM2-135M-Instruct as a model folder in the cache
 	@.venv/bin/python scripts/fetch_demo_model.py
 
-demo: demo-model  ## train SmolLM2 with vLLM on CPU, evaluate, draw the figures (about 12 minutes)
+demo: demo-model  ## train SmolLM2 with vLLM on CPU, evaluate, draw the figures (about 10 minutes after setup)
 	@HF_HUB_OFFLINE=1 $(RUN) grpo_lab train --config configs/quickstart_cpu.yaml --method dapo --beta 0.05
 
 test: demo-model  ## the quick tests, real vLLM included
