@@ -8,13 +8,18 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#666666"
+THOUSANDS = StrMethodFormatter("{x:,.0f}")
 Rows = Sequence[dict[str, Any]]
 
 
 def draw_curves(rows: Rows, folder: Path) -> list[Path]:
-    """Draw every figure of one run's evaluations (as `Evaluation.to_json` gives them) into `folder`; returns the files."""
+    """Draw every figure of a run's evaluations (`Evaluation.to_json` each) into `folder`; returns the files.
+
+    `rows` is in order of rollouts and not empty. `gap_split` is drawn only where every row has one (binary rewards).
+    """
     folder.mkdir(parents=True, exist_ok=True)
     figures = {"free_energy": _free_energy(rows), "reward_kl": _reward_kl(rows), "frontier": _frontier(rows)}
     if all(row["gap_split"] for row in rows):
@@ -27,11 +32,12 @@ def _free_energy(rows: Rows) -> Figure:
     axes = figure.add_subplot()
     x = [row["rollouts"] for row in rows]
     lower, upper = rows[0]["floor"]["lower"]["mean"], rows[0]["floor"]["upper"]["mean"]
-    axes.axhspan(lower, upper, color=ORANGE, alpha=0.25, lw=0, label="Gibbs floor F*, bracket")
+    axes.axhspan(lower, upper, color=ORANGE, alpha=0.25, lw=1, label="Gibbs floor F*, bracket")
     axes.axhline(-rows[0]["reference_reward"]["mean"], color=GREY, ls="--", lw=1.2, label="reference, F = −E[r]")
     _errorbar(axes, x, rows, "free_energy", BLUE, f"F of the policy, β = {rows[0]['beta']:g} (±1 SE)")
     axes.set(xlabel="rollouts", ylabel="free energy F (reward units)", title="Free energy against rollouts")
-    axes.legend(frameon=False, fontsize=9)
+    axes.xaxis.set_major_formatter(THOUSANDS)
+    _legend_below(figure)
     return figure
 
 
@@ -41,9 +47,10 @@ def _reward_kl(rows: Rows) -> Figure:
     x = [row["rollouts"] for row in rows]
     _errorbar(top, x, rows, "reward", BLUE, "E[r]")
     _errorbar(bottom, x, rows, "kl", ORANGE, "k1")
-    _errorbar(bottom, x, rows, "kl_rao_blackwell", GREEN, "Rao–Blackwell")
-    top.set(ylabel="E[r]", ylim=(0, 1.02), title="Reward and KL on the held-out problems (±1 SE)")
+    _errorbar(bottom, x, rows, "kl_rao_blackwell", GREEN, "Rao–Blackwell", marker="s")
+    top.set(ylabel="reward E[r]", ylim=_reward_range(rows), title="Reward and KL on the held-out problems (±1 SE)")
     bottom.set(xlabel="rollouts", ylabel="KL to the reference\n(nats per sequence)")
+    bottom.xaxis.set_major_formatter(THOUSANDS)
     bottom.legend(frameon=False, fontsize=9)
     return figure
 
@@ -56,15 +63,15 @@ def _frontier(rows: Rows) -> Figure:
     axes.plot(frontier["kl"], frontier["reward"], color=ORANGE, lw=1.8, label="Gibbs policies of all β (from the bank)")
     x, y = [row["kl"]["mean"] for row in rows], [row["reward"]["mean"] for row in rows]
     axes.plot(x, y, color=BLUE, marker="o", ms=5, lw=1, label="checkpoints, by rollouts")
-    for row, kl, reward in zip(rows, x, y, strict=True):
-        axes.annotate(
-            f"{row['rollouts']:,}", (kl, reward), xytext=(6, -10), textcoords="offset points", fontsize=8, color=BLUE
-        )
-    axes.set(
-        xlabel="KL to the reference (nats per sequence)", ylabel="E[r]", ylim=(0, 1.05), title="Reward–KL frontier"
-    )
-    axes.margins(x=0.08)
-    axes.legend(frameon=False, fontsize=9, loc="lower right")
+    axes.set(xlabel="KL to the reference (nats per sequence)", ylabel="reward E[r]", title="Reward–KL frontier")
+    axes.set_ylim(_reward_range(rows))
+    axes.margins(x=0.1)
+    _legend_below(figure)
+    figure.draw_without_rendering()  # the layout is settled here, so that places on the page are known
+    for row, kl, reward in _apart(rows, x, y, axes):
+        offset = (5, 5 if reward < 0.1 else -11)
+        label = f"{row['rollouts']:,}"
+        axes.annotate(label, (kl, reward), xytext=offset, textcoords="offset points", fontsize=8, color=BLUE)
     return figure
 
 
@@ -83,21 +90,45 @@ def _gap_split(rows: Rows) -> Figure:
         width=0.6,
         label="wasted KL: β [KL − d(q‖p)]",
     )
-    axes.set_xticks(places, [f"{row['rollouts']:,}" for row in rows])
+    every = -(-len(rows) // 9)  # at most nine labels fit
+    axes.set_xticks(places[::every], [f"{row['rollouts']:,}" for row in rows[::every]], fontsize=8.5)
     axes.set(xlabel="rollouts", ylabel="gap F − F* (reward units)", title="What the gap to the floor is made of")
-    axes.legend(frameon=False, fontsize=9)
+    _legend_below(figure)
     return figure
 
 
-def _errorbar(axes: Any, x: Sequence[int], rows: Rows, key: str, color: str, label: str) -> None:
+def _apart(rows: Rows, x: Sequence[float], y: Sequence[float], axes: Any) -> list[tuple[dict[str, Any], float, float]]:
+    """The checkpoints whose labels do not run into one another; the last one always has its label."""
+    kept: list[tuple[dict[str, Any], float, float]] = []
+    taken: list[tuple[float, float]] = []
+    for row, kl, reward in reversed(list(zip(rows, x, y, strict=True))):
+        across, up = axes.transData.transform((kl, reward)) * 72 / axes.figure.dpi  # points on the page
+        if all(abs(across - a) > 44 or abs(up - b) > 13 for a, b in taken):
+            taken.append((across, up))
+            kept.append((row, kl, reward))
+    return kept
+
+
+def _reward_range(rows: Rows) -> tuple[float, float]:
+    """0 to 1, wider where a reward lies outside, with room for markers."""
+    means = [row["reward"]["mean"] for row in rows]
+    return min(0.0, *means) - 0.04, max(1.0, *means) + 0.04
+
+
+def _legend_below(figure: Figure) -> None:
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9, columnspacing=1.2)
+
+
+def _errorbar(axes: Any, x: Sequence[int], rows: Rows, key: str, color: str, label: str, marker: str = "o") -> None:
     mean, error = [row[key]["mean"] for row in rows], [row[key]["se"] for row in rows]
-    axes.errorbar(x, mean, yerr=error, color=color, marker="o", ms=4, lw=1.5, capsize=3, label=label)
+    axes.errorbar(x, mean, yerr=error, color=color, marker=marker, ms=4, lw=1.5, capsize=3, label=label)
 
 
 def _save(figure: Figure, stem: Path) -> list[Path]:
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
     paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
     for path in paths:
         figure.savefig(path, dpi=150)

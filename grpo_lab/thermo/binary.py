@@ -44,14 +44,26 @@ def bernoulli_kl(q: ArrayLike, p: ArrayLike) -> Array:
     return success + failure
 
 
+def kl_to_gibbs(q: ArrayLike, p: ArrayLike, beta: float) -> Array:
+    """d(q || q*) in nats, elementwise, from log q* and log(1 - q*), since q* itself rounds to 1 below beta = 0.03.
+
+    log q* = log p + 1/beta - log Z and log(1 - q*) = log(1 - p) - log Z; infinite only where q leaves the support of p.
+    """
+    q, p = _checked(q), _checked(p)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        success = np.where(q > 0, q * (np.log(q) - np.log(p) - 1 / beta), 0.0)
+        failure = np.where(q < 1, (1 - q) * (np.log1p(-q) - np.log1p(-p)), 0.0)
+    return np.maximum(success + failure + log_partition(p, beta), 0.0)
+
+
+def frontier(p: ArrayLike, temperatures: ArrayLike) -> tuple[Array, Array]:
+    """KL* (nats) and q* of the Gibbs policies at temperatures [M], averaged over prompts p [N]: two [M] arrays."""
+    betas = np.asarray(temperatures, dtype=np.float64)
+    kl = np.array([gibbs_kl(p, float(beta)).mean() for beta in betas])
+    return kl, np.array([gibbs_success(p, float(beta)).mean() for beta in betas])
+
+
 def _checked(p: ArrayLike) -> Array:
     values = np.asarray(p, dtype=np.float64)
     assert ((values >= 0) & (values <= 1)).all(), "success rates lie in [0, 1]"
     return values
-
-
-def frontier(p: ArrayLike, temperatures: ArrayLike) -> tuple[Array, Array]:
-    """KL* and q* of the Gibbs policies at each temperature, averaged over prompts p [N]: two [len(temperatures)] arrays."""
-    betas = np.asarray(temperatures, dtype=np.float64)
-    kl = np.array([gibbs_kl(p, float(beta)).mean() for beta in betas])
-    return kl, np.array([gibbs_success(p, float(beta)).mean() for beta in betas])

@@ -1,4 +1,4 @@
-"""The Gibbs floor from finitely many samples: a bracket in mean from the reference's, and a point from the policy's own."""
+"""The Gibbs floor from finitely many samples: a bracket in mean from the reference's, a point from the policy's own."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,10 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class FloorBracket:
-    """E[lower] <= F* <= E[upper] over the draw of the reference samples; `no_success` is the share of prompts whose
-    samples all had the lowest reward, where the bracket is widest."""
+    """E[lower] <= F* <= E[upper] over the draw of the reference samples, both in units of reward.
+
+    `no_success` is the share of prompts without a single positive reward, where the bracket is widest.
+    """
 
     lower: Estimate
     upper: Estimate
@@ -22,7 +24,10 @@ class FloorBracket:
 
 @dataclass(frozen=True)
 class PolicyFloor:
-    """F* from the policy's own samples, and their mean effective sample size per prompt (K at the Gibbs policy)."""
+    """F* from the policy's own samples (too high in mean, by Jensen) and `ess`, their mean effective number per prompt.
+
+    (sum w)^2 / sum w^2 with w = e^{R / beta}: K at the Gibbs policy, 1 where one sample rules.
+    """
 
     floor: Estimate
     ess: float
@@ -36,9 +41,10 @@ def plug_in(rewards: Array, beta: float) -> Array:
 def u_statistic(rewards: Array, beta: float, largest: float) -> Array:
     """A lower bound in mean on F* per prompt, [N, K] -> [N]; `largest` is the greatest possible reward.
 
-    -beta L with L = r_max / beta - sum_{n=1}^K e_n(w) / (n C(K, n)), w_i = 1 - e^{(r_i - r_max) / beta}: the series of
-    log Z = r_max / beta + log(1 - E[w]) with each power of E[w] estimated without bias by a U-statistic (Hoeffding 1948).
+    -beta L with L = r_max / beta - sum_{n=1}^K e_n(w) / (n C(K, n)), w_i = 1 - e^{(r_i - r_max) / beta}: the series
+    of log Z = r_max / beta + log(1 - E[w]), each power of E[w] estimated without bias by a U-statistic (Hoeffding).
     """
+    assert (rewards <= largest).all(), "a reward exceeds the greatest possible one"
     weights = -np.expm1((rewards - largest) / beta)
     means = _mean_products(weights)
     orders = np.arange(1, rewards.shape[1] + 1)
@@ -57,7 +63,7 @@ def bracket(rewards: Array, beta: float, largest: float = 1.0) -> FloorBracket:
 def policy_side(rewards: Array, log_ratios: Array, beta: float) -> PolicyFloor:
     """-beta log mean e^{R / beta}, R = r - beta l, per prompt from the policy's samples [N, K], then averaged.
 
-    An independent route to F*, since Z = E_pi[e^{R / beta}] (Jarzynski 1997 in form); its variance is 0 at the Gibbs policy.
+    An independent route to F*, since Z = E_pi[e^{R / beta}] (Jarzynski 1997 in form); no variance at the Gibbs policy.
     """
     exponents = rewards / beta - log_ratios
     ess = np.exp(2 * _log_mean_exp(exponents) - _log_mean_exp(2 * exponents)) * rewards.shape[1]
@@ -69,6 +75,7 @@ def until_first_success(draws: int, beta: float) -> float:
 
     -beta L with L = 1 / beta - sum_{n < draws} c^n / n, c = 1 - e^{-1/beta} (inverse binomial sampling).
     """
+    assert draws >= 1, "the first success takes at least one draw"
     orders = np.arange(1, draws)
     return float(-1 + beta * ((-np.expm1(-1 / beta)) ** orders / orders).sum())
 

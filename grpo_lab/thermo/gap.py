@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from grpo_lab.thermo.binary import bernoulli_kl, gibbs_success
+from grpo_lab.thermo.binary import bernoulli_kl, kl_to_gibbs
 
 Array = NDArray[np.float64]
 
@@ -14,7 +14,8 @@ Array = NDArray[np.float64]
 class GapSplit:
     """F - F* = wasted + tilt for a binary reward, both in units of F (beta times nats), averaged over prompts.
 
-    wasted = beta (KL - d(q || p)): KL spent on anything but the success rate. tilt = beta d(q || q*): the success rate itself.
+    wasted = beta (KL - d(q || p)): KL spent on anything but the success rate.
+    tilt = beta d(q || q*): the success rate itself being another than the Gibbs policy's.
     """
 
     wasted: float
@@ -26,9 +27,13 @@ class GapSplit:
 
 
 def split_gap(success: Array, reference_success: Array, kl: Array, beta: float) -> GapSplit:
-    """The exact split from per-prompt q, p and KL, [N] each; p must lie strictly inside (0, 1)."""
+    """The exact split from per-prompt q, p and KL (nats per sequence), [N] each; p must lie strictly inside (0, 1).
+
+    Per prompt F - F* = (-q + beta KL) + beta log Z, an identity for every q, KL and beta.
+    """
+    assert ((reference_success > 0) & (reference_success < 1)).all(), "smooth success rates of 0 and 1 first"
     wasted = beta * (kl - bernoulli_kl(success, reference_success))
-    tilt = beta * bernoulli_kl(success, gibbs_success(reference_success, beta))
+    tilt = beta * kl_to_gibbs(success, reference_success, beta)
     return GapSplit(float(wasted.mean()), float(tilt.mean()))
 
 
@@ -38,7 +43,10 @@ def smoothed(successes: Array, samples: int) -> Array:
 
 
 def gap_from_returns(rewards: Array, log_ratios: Array, beta: float) -> float:
-    """Var(R) / (2 beta) within groups [N, K], R = r - beta l: the gap to second order, without any estimate of Z."""
+    """Var(R) / (2 beta) within groups [N, K], R = r - beta l: the gap to second order, without any estimate of Z.
+
+    `log_ratios` l are nats per sequence, K >= 2; the result, in units of F, is exact only as the policy nears Gibbs.
+    """
     returns = rewards - beta * log_ratios
     return float(returns.var(axis=1, ddof=1).mean() / (2 * beta))
 

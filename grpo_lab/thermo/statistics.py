@@ -23,7 +23,7 @@ class Estimate:
 def clustered(values: Array) -> Estimate:
     """Mean over prompts and its standard error for new prompts, of [N] prompt values or [N, K] samples.
 
-    se = sqrt(sum_x (m_x - m)^2 / (N - 1) / N) with prompt means m_x (Miller 2411.00640, clustered errors).
+    se = sqrt(sum_x (m_x - m)^2 / (N - 1) / N) with prompt means m_x; nan for N = 1 (Miller 2411.00640, clustered).
     """
     means = values.mean(axis=1) if values.ndim == 2 else values
     spread = means.std(ddof=1) if len(means) > 1 else np.nan
@@ -31,7 +31,7 @@ def clustered(values: Array) -> Estimate:
 
 
 def fixed_prompts_se(samples: Array) -> float:
-    """Standard error of the mean of [N, K] samples when the prompts are fixed: sqrt(sum_x s_x^2 / K) / N."""
+    """Standard error of the mean of [N, K] samples, K >= 2, when the prompts are fixed: sqrt(sum_x s_x^2 / K) / N."""
     prompts, count = samples.shape
     return float(np.sqrt((samples.var(axis=1, ddof=1) / count).sum()) / prompts)
 
@@ -43,5 +43,9 @@ def paired_difference(first: Array, second: Array) -> Estimate:
 
 
 def pass_at(successes: Array, samples: int, k: int) -> float:
-    """Unbiased pass@k averaged over prompts with c of n successes: mean of 1 - C(n - c, k) / C(n, k) (Chen 2107.03374)."""
+    """Unbiased pass@k, averaged over prompts with c of n successes: mean of 1 - C(n - c, k) / C(n, k), 1 <= k <= n.
+
+    Chen et al. 2107.03374, equation 1.
+    """
+    assert 1 <= k <= samples, f"pass@{k} needs at least {k} samples a prompt, here {samples}"
     return float(np.mean([1 - comb(samples - int(c), k) / comb(samples, k) for c in successes]))
