@@ -15,7 +15,7 @@ from grpo_lab.hub import load_tokenizer, resolve_model, stop_token_ids
 from grpo_lab.learner.checkpoint import Checkpoint
 from grpo_lab.learner.learner import Learner
 from grpo_lab.learner.weights import export_weights
-from grpo_lab.methods import Objective, resolve
+from grpo_lab.objective.axes import Objective, resolve
 from grpo_lab.objective.gates import build_gate
 from grpo_lab.rollout.collect import Collector
 from grpo_lab.rollout.engines import Engine, EngineSpec, build_engine
@@ -58,7 +58,7 @@ class Parts:
 def check(config: Config) -> Objective:
     """Everything that can be refused before a model loads: axes, gate options and the task's data. ConfigError says why."""
     objective = resolve(config)
-    build_gate(objective.gate, objective.gate_options)
+    build_gate(objective.gate, objective.gate_options, objective.level)
     return objective
 
 

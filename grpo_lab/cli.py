@@ -54,7 +54,7 @@ def train(
     loaded = _config_of_run(resume, config, set_, flags) if resume else load_config(config, set_ or [], flags)
     from grpo_lab.console import Console
     from grpo_lab.console import dry_run as print_dry_run
-    from grpo_lab.methods import resolve
+    from grpo_lab.objective.axes import resolve
 
     objective = resolve(loaded)
     if dry_run:

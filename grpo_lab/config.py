@@ -15,12 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from grpo_lab.errors import ConfigError
 
-Level = Literal["token", "sequence"]
-AdvantageName = Literal["leave_one_out", "center", "zscore"]
-KLName = Literal["reward", "loss_k1", "loss_k2", "loss_k3", "loss_k3_is", "none"]
-AggregateName = Literal["token_mean", "sequence_mean", "constant_length"]
+Level = Literal["token", "sequence", "sequence_token", "geometric_mean"]
+AdvantageName = Literal["leave_one_out", "center", "zscore", "batch_zscore"]
+KLName = Literal["reward", "loss_k1", "loss_k2", "loss_k3", "loss_k3_is", "loss_k2_sequence", "none"]
+AggregateName = Literal["token_mean", "sequence_mean", "sequence_sum", "constant_length"]
 OldPolicy = Literal["learner", "rollout"]
-CorrectionName = Literal["none", "tis", "icepop"]
+CorrectionName = Literal["none", "tis", "tis_sequence", "icepop", "mis", "mis_sequence", "m2po"]
 
 
 class _Section(BaseModel):
@@ -65,16 +65,22 @@ class RolloutConfig(_Section):
 
 
 class ObjectiveConfig(_Section):
-    """The five axes, the old policy and the correction; null = what `method` and `recipe` say."""
+    """The five axes, the old policy, the correction, and what DAPO adds; null = what `method` and `recipe` say."""
 
     gate: str | None = None
     gate_options: dict[str, float] = {}
     level: Level | None = None
     advantage: AdvantageName | None = None
+    zscore_ddof: Literal[0, 1] = 1  # divisor G - ddof of the variance in `zscore` and `batch_zscore`
     kl: KLName | None = None
     aggregate: AggregateName | None = None
     old: OldPolicy | None = None
     correction: CorrectionName = "none"
+    correction_options: dict[str, float] = {}
+    dynamic_sampling: bool | None = None  # replace groups whose rewards are all equal
+    max_regenerations: int = Field(4, ge=1)  # rounds of replacement a step; what is unmixed after them is kept
+    overlong_cache: int | None = Field(None, ge=0)  # soft penalty over the last tokens before max_new_tokens; 0 = none
+    mask_truncated: bool = False  # truncated completions give no gradient
 
 
 class LearnerConfig(_Section):

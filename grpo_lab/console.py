@@ -13,7 +13,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from grpo_lab.config import Config
 from grpo_lab.config_file import dump_yaml
-from grpo_lab.methods import METHODS, Objective, effective_beta_line, warnings
+from grpo_lab.methods import METHODS
+from grpo_lab.objective.advice import effective_beta_line, warnings
+from grpo_lab.objective.axes import Objective
 
 if TYPE_CHECKING:
     from grpo_lab.evaluation.evaluate import Evaluation

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from grpo_lab.methods import Objective
+from grpo_lab.objective.advantages import overlong_penalty, sequence_log_ratio
+from grpo_lab.objective.axes import Objective
+from grpo_lab.thermo.normalisation import std_gain
 from grpo_lab.types import RolloutGroup, TrainBatch
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 OUTCOMES = ("unparsable", "truncated")
 
@@ -30,16 +28,16 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     }
 
 
-def batch_metrics(batch: TrainBatch, sequence_log_ratio: Tensor, objective: Objective) -> dict[str, float]:
+def batch_metrics(batch: TrainBatch, objective: Objective) -> dict[str, float]:
     """KL to the reference (k1, per sequence, nats), its standard error, F on the training batch, and the mismatch.
 
     The error is of fixed prompts: the mean within-group variance over N (THEORY C.2), so it holds for few prompts too.
     """
     tokens, mask = batch.tokens, batch.tokens.completion_mask
-    groups = sequence_log_ratio.double().view(-1, tokens.group_size)
+    groups = sequence_log_ratio(batch).double().view(-1, tokens.group_size)
     kl = float(groups.mean())
     difference = ((batch.old_logprobs - tokens.rollout_logprobs) * mask).abs()
-    return {
+    metrics = {
         "policy/kl_ref": kl,
         "policy/kl_ref_se": float((groups.var(dim=1).mean() / groups.numel()).sqrt()),
         "policy/free_energy": objective.beta * kl - float(tokens.rewards.double().mean()),
@@ -47,20 +45,32 @@ def batch_metrics(batch: TrainBatch, sequence_log_ratio: Tensor, objective: Obje
         "rollout/mismatch_max": float(difference.max()),
         **beta_eff_metrics(batch, objective),
     }
+    if objective.overlong_cache:
+        penalty = overlong_penalty(mask.sum(dim=1), objective.max_tokens, objective.overlong_cache)
+        metrics["reward/overlong_penalty"] = float(penalty.mean())
+    return metrics
 
 
 def beta_eff_metrics(batch: TrainBatch, objective: Objective) -> dict[str, float]:
     """Quantiles over groups of the temperature the loss really optimises: beta x std(r) under z-scores with KL in the loss.
 
-    Source: the std of a group divides the reward's gradient but not the KL's (Davis & Recht 2510.13651, sec. 3).
+    `beta_eff_expected` is its median with the std's sampling taken into account, beta / c_G(q) at each group's share q of
+    right answers (binary rewards). Source: the std of a group divides the reward's gradient but not the KL's (Davis & Recht
+    2510.13651, sec. 3).
     """
-    rewards = batch.tokens.rewards.view(-1, batch.tokens.group_size)
+    rewards, group_size = batch.tokens.rewards.view(-1, batch.tokens.group_size), batch.tokens.group_size
+    expected = {}
     if objective.kl == "none":
         beta_eff = rewards.new_zeros(len(rewards))
-    elif objective.kl.startswith("loss") and objective.advantage == "zscore":
-        beta_eff = objective.beta * rewards.std(dim=1)
-    elif objective.kl.startswith("loss") and objective.advantage == "center":
-        beta_eff = rewards.new_full((len(rewards),), objective.beta * rewards.shape[1] / (rewards.shape[1] - 1))
+    elif objective.kl_in_loss and objective.advantage == "zscore":
+        beta_eff = objective.beta * rewards.std(dim=1, correction=objective.zscore_ddof)
+        if ((rewards == 0) | (rewards == 1)).all():
+            gains = [std_gain(float(q), group_size, objective.zscore_ddof) for q in rewards.mean(dim=1)]
+            expected = {"policy/beta_eff_expected": objective.beta / float(rewards.new_tensor(gains).median())}
+    elif objective.kl_in_loss and objective.advantage == "batch_zscore":
+        beta_eff = (objective.beta * rewards.std(correction=objective.zscore_ddof)).expand(len(rewards))
+    elif objective.kl_in_loss and objective.advantage == "center":
+        beta_eff = rewards.new_full((len(rewards),), objective.beta * group_size / (group_size - 1))
     else:
         beta_eff = rewards.new_full((len(rewards),), objective.beta)
-    return {f"policy/beta_eff_p{q}": float(beta_eff.quantile(q / 100)) for q in (10, 50, 90)}
+    return {f"policy/beta_eff_p{q}": float(beta_eff.quantile(q / 100)) for q in (10, 50, 90)} | expected

@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from grpo_lab.types import Completion, Grade, Problem, RolloutGroup
+from grpo_lab.types import Completion, Grade, Problem, RolloutGroup, TrainBatch, UpdateReport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TOKEN_COLUMNS = ("old_logprobs", "ref_logprobs", "trained_logprobs")
+"""Per-token columns of a training step's record: the learner's before the update, the reference's, and those trained at."""
 
 
-def write_groups(path: Path, groups: Sequence[RolloutGroup], metadata: dict[str, str] | None = None) -> None:
-    """Write `path` whole or not at all. `metadata` goes into the file's schema."""
+def write_groups(
+    path: Path,
+    groups: Sequence[RolloutGroup],
+    metadata: dict[str, str] | None = None,
+    columns: Mapping[str, Sequence[Any]] | None = None,
+) -> None:
+    """Write `path` whole or not at all. `metadata` goes into the file's schema; `columns` hold one more value a completion."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     table = pa.Table.from_pylist([row for index, group in enumerate(groups) for row in _rows(index, group)])
+    for name, values in (columns or {}).items():
+        table = table.append_column(name, pa.array(values, pa.list_(pa.float32()) if name in TOKEN_COLUMNS else None))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     pq.write_table(table.replace_schema_metadata(metadata), partial, compression="zstd")
     partial.replace(path)
+
+
+def token_columns(batch: TrainBatch, advantages: Tensor, report: UpdateReport) -> dict[str, list[Any]]:
+    """What the learner made of a step's completions, as columns for `write_groups`; padding is cut off."""
+    lengths = batch.tokens.completion_mask.sum(dim=1).long().tolist()
+    cut = lambda tensor: [row[:n] for row, n in zip(tensor.tolist(), lengths, strict=True)]  # noqa: E731
+    tensors = (batch.old_logprobs, batch.ref_logprobs, report.trained_logprobs)
+    return {**dict(zip(TOKEN_COLUMNS, map(cut, tensors), strict=True)), "advantage": advantages.tolist()}
+
+
+def read_token_columns(path: Path) -> dict[str, list[list[float]]]:
+    """The per-token columns of a training step's record, one list a completion; empty for a record without them."""
+    import pyarrow.parquet as pq
+
+    names = [name for name in TOKEN_COLUMNS if name in pq.read_schema(path).names]
+    return pq.read_table(path, columns=names).to_pydict() if names else {}
 
 
 def read_groups(path: Path) -> tuple[list[RolloutGroup], dict[str, str]]:

@@ -103,10 +103,15 @@ class RunDir:
         partial = self.metrics_file.with_suffix(".partial")
         partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
         partial.replace(self.metrics_file)
-        for record in self.path.glob("rollouts/step_*.parquet"):
-            if int(record.stem.removeprefix("step_")) > step:
-                record.unlink()
+        for recorded, file in self.rollout_files().items():
+            if recorded > step:
+                file.unlink()
 
-    def save_rollouts(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """One parquet a step, one row a completion (see records.py)."""
-        write_groups(self.path / "rollouts" / f"step_{step:06d}.parquet", groups)
+    def save_rollouts(self, step: int, groups: Sequence[RolloutGroup], columns: Mapping[str, Sequence[Any]]) -> None:
+        """One parquet a step, one row a completion, with what the learner made of it as `columns` (see records.py)."""
+        write_groups(self.path / "rollouts" / f"step_{step:06d}.parquet", groups, columns=columns)
+
+    def rollout_files(self) -> dict[int, Path]:
+        """The rollout record of every step that has one, in order."""
+        files = self.path.glob("rollouts/step_*.parquet")
+        return {int(file.stem.removeprefix("step_")): file for file in sorted(files)}

@@ -20,11 +20,15 @@ from grpo_lab.learner.checkpoint import Checkpoint, Progress, newest_checkpoint,
 from grpo_lab.learner.collate import collate
 from grpo_lab.learner.learner import NonFiniteError
 from grpo_lab.metrics import batch_metrics, rollout_metrics
-from grpo_lab.objective.advantages import advantages, sequence_log_ratio, shaped_returns
+from grpo_lab.objective.advantages import batch_advantages
+from grpo_lab.records import token_columns
+from grpo_lab.rollout.dynamic import collect_mixed
 from grpo_lab.run_dir import RunDir
+from grpo_lab.seeding import derive_seed
 from grpo_lab.signals import stop_signals
 from grpo_lab.tasks import problems_for_step
 from grpo_lab.tracking import Tracker
+from grpo_lab.types import RolloutGroup
 
 _KL_TOLERANCE = 0.05  # nats; a sampled KL this little below zero is rounding, whatever its error says
 
@@ -93,20 +97,15 @@ def _loop(parts: Parts, run: RunDir, progress: Progress, console: Console, track
 def _step(parts: Parts, run: RunDir, progress: Progress) -> tuple[Progress, dict[str, float]]:
     """One batch from problems to pushed weights. The numbers are the README's."""
     config, times = parts.config, dict[str, float]()
-    # 1. problems: a pure function of (seed, step)
-    problems = problems_for_step(parts.task.train, config.seed, progress.step, config.prompts_per_step)
-    # 2, 3. sample G siblings of each and grade them
+    # 1, 2, 3. problems, G siblings of each, graded
     with _timed(times, "generate"):
-        purpose = ("rollout", progress.step)
-        groups = parts.collector.collect(problems, config.group_size, parts.sampling, purpose)
-    if config.tracking.rollouts:
-        run.save_rollouts(progress.step + 1, groups)
+        groups, sampling = _collect(parts, progress.step)
     # 4, 5. tensors; log-probs under the learner and the reference
     with _timed(times, "annotate"):
         batch = parts.learner.annotate(collate(groups))
     # 6. advantages, with the KL in the reward where the objective puts it
-    advantage = advantages(shaped_returns(batch, parts.objective), parts.objective.advantage).flatten()
-    metrics = {**rollout_metrics(groups), **batch_metrics(batch, sequence_log_ratio(batch), parts.objective)}
+    advantage = batch_advantages(batch, parts.objective)
+    metrics = {**rollout_metrics(groups), **sampling, **batch_metrics(batch, parts.objective)}
     _check_health(metrics, config, progress)
     # 7. micro-batches -> loss -> gradient -> optimizer
     with _timed(times, "update"):
@@ -117,10 +116,29 @@ def _step(parts: Parts, run: RunDir, progress: Progress) -> tuple[Progress, dict
     with _timed(times, "sync"):
         parts.push_weights(after.step)
     # 9. the record
+    if config.tracking.rollouts:
+        run.save_rollouts(after.step, groups, token_columns(batch, advantage, report))
     counters = {"step": after.step, "rollouts/total": after.rollouts, "tokens/total": after.tokens}
     speed = {f"time/{name}": round(seconds, 4) for name, seconds in times.items()}
     speed["perf/tokens_per_second"] = round(tokens / sum(times.values()), 2)
     return after, {**counters, **metrics, **report.metrics, **speed}
+
+
+def _collect(parts: Parts, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
+    """The graded groups of a step, and what dynamic sampling did where the objective wants it."""
+    config = parts.config
+
+    def collect(index: int, count: int) -> list[RolloutGroup]:
+        seed = derive_seed(config.seed, "regenerate", index) if index else config.seed
+        problems = problems_for_step(parts.task.train, seed, step, config.prompts_per_step)[:count]  # pure in (seed, step)
+        purpose = ("rollout", step, index) if index else ("rollout", step)
+        return parts.collector.collect(problems, config.group_size, parts.sampling, purpose)
+
+    if not parts.objective.dynamic_sampling:
+        return collect(0, config.prompts_per_step), {}
+    mixed = collect_mixed(collect, config.prompts_per_step, config.objective.max_regenerations)
+    sampled = float(mixed.sampled * config.group_size)
+    return mixed.groups, {"rollouts/sampled": sampled, "rollouts/unmixed_groups": float(mixed.unmixed)}
 
 
 def _bank(parts: Parts, run: RunDir, console: Console) -> ReferenceBank:

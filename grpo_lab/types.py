@@ -105,7 +105,7 @@ class TokenBatch:
     `input_ids` [N, T] holds prompt + completion without its last token, right-padded; `attention_mask` [N, T] marks it.
     `predict_from` [N, C] is the row position whose logits predict completion token t: the shift by one, done once.
     Rows of a group are neighbours, G of them each; `group_ids` [N] is the group's number in the whole step (over all
-    ranks) and `prompt_lengths` [N] counts prompt tokens.
+    ranks), `prompt_lengths` [N] counts prompt tokens, and `truncated` [N] marks completions that met the length limit.
     """
 
     input_ids: Tensor
@@ -115,6 +115,7 @@ class TokenBatch:
     completion_mask: Tensor
     rollout_logprobs: Tensor
     rewards: Tensor
+    truncated: Tensor
     group_ids: Tensor
     prompt_lengths: Tensor
 
@@ -138,6 +139,11 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What the updates on one rollout batch did: flat metrics by their logged name."""
+    """What the updates on one rollout batch did: flat metrics by their logged name.
+
+    `trained_logprobs` [N, C] are the learner's log-probs when each token was last trained on: against the old ones, the
+    log-ratios its gate saw.
+    """
 
     metrics: Mapping[str, float]
+    trained_logprobs: Tensor

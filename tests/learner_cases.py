@@ -6,7 +6,7 @@ import torch
 
 from grpo_lab.config import Config, LearnerConfig, ModelConfig, RolloutConfig
 from grpo_lab.learner.learner import Learner
-from grpo_lab.methods import resolve
+from grpo_lab.objective.axes import resolve
 from grpo_lab.types import Completion, Grade, Problem, RolloutGroup
 
 

@@ -34,6 +34,7 @@ def collate(groups: Sequence[RolloutGroup], group_ids: Sequence[int] | None = No
         completion_mask=mask.float(),
         rollout_logprobs=_pad([completion.logprobs for _, _, completion in rows], torch.float32),
         rewards=torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float32),
+        truncated=torch.tensor([completion.truncated for _, _, completion in rows]),
         group_ids=torch.tensor([number for number, _, _ in rows]),
         prompt_lengths=prompt_lengths,
     )
@@ -51,6 +52,7 @@ def select(tokens: TokenBatch, rows: Tensor) -> TokenBatch:
         completion_mask=tokens.completion_mask[rows, :completion_length],
         rollout_logprobs=tokens.rollout_logprobs[rows, :completion_length],
         rewards=tokens.rewards[rows],
+        truncated=tokens.truncated[rows],
         group_ids=tokens.group_ids[rows],
         prompt_lengths=tokens.prompt_lengths[rows],
     )

@@ -16,10 +16,11 @@ from grpo_lab.learner.logprobs import TokenStatistics, completion_hidden, comple
 from grpo_lab.learner.model import PolicyModel
 from grpo_lab.learner.optimizer import LearnerState, PolicyOptimizer
 from grpo_lab.learner.precision import MasterWeights
-from grpo_lab.methods import Objective
-from grpo_lab.objective.aggregate import BatchTotals, token_weights
+from grpo_lab.objective.aggregate import BatchTotals
+from grpo_lab.objective.axes import Objective
 from grpo_lab.objective.gates import build_gate
-from grpo_lab.objective.loss import LossInputs, gate_metrics, policy_loss
+from grpo_lab.objective.loss import LossInputs, loss_inputs, policy_loss, trained_mask
+from grpo_lab.objective.record import correction_record, gate_record
 from grpo_lab.seeding import derive_seed
 from grpo_lab.types import TokenBatch, TrainBatch, UpdateReport
 
@@ -41,7 +42,7 @@ class Learner:
     ) -> None:
         self._accelerator = Accelerator()
         self._config, self._objective = config, objective
-        self._gate = build_gate(objective.gate, objective.gate_options)
+        self._gate = build_gate(objective.gate, objective.gate_options, objective.level)
         self.policy = PolicyModel(base, source or base, config.model, self._accelerator.device)
         self._share_prompt = config.learner.share_prompt and self.policy.can_share_prompt
         saved = state.masters if state else {}
@@ -95,14 +96,20 @@ class Learner:
         Raises NonFiniteError, before any weight moves, when a loss or gradient is not finite.
         """
         settings = self._config.learner
-        log_rho = torch.zeros_like(batch.old_logprobs)
+        trained = batch.old_logprobs.clone()
         totals = {"loss": 0.0, "policy/grad_norm": 0.0, "rollout/update_absorbed": 0.0}
         for index in range(settings.passes):
             for rows in self._mini_batches(batch.tokens, step, index):
-                for key, value in self._optimizer_step(batch, advantages, rows, log_rho, step).items():
+                loss = self.gradient(batch, advantages, rows, trained, step)
+                for key, value in {"loss": loss, **self.optimizer.step()}.items():
                     totals[key] += value / (settings.passes * settings.mini_batches)
-        gates = gate_metrics(log_rho, advantages, batch.tokens.completion_mask, self._gate)
-        return UpdateReport({**totals, "policy/learning_rate": self.optimizer.learning_rate, **gates})
+        everything = torch.arange(batch.tokens.num_sequences)
+        inputs = self._loss_inputs(batch, advantages, everything)
+        gates = gate_record(trained, inputs, self._objective, self._gate)
+        metrics = {**totals, "policy/learning_rate": self.optimizer.learning_rate, **gates}
+        if self._objective.correction != "none":
+            metrics |= correction_record(inputs)
+        return UpdateReport(metrics, trained)
 
     def _mini_batches(self, tokens: TokenBatch, step: int, index: int) -> list[Tensor]:
         count, groups = self._config.learner.mini_batches, self._config.prompts_per_step
@@ -110,16 +117,13 @@ class Learner:
         order = torch.randperm(groups, generator=generator) if count > 1 else torch.arange(groups)
         return [torch.isin(tokens.group_ids, part).nonzero().flatten() for part in order.chunk(count)]
 
-    def _optimizer_step(
-        self, batch: TrainBatch, advantages: Tensor, rows: Tensor, log_rho: Tensor, step: int
-    ) -> dict[str, float]:
-        loss = self._gradients(batch, advantages, rows, log_rho, step)
-        return {"loss": loss, **self.optimizer.step()}
+    def gradient(self, batch: TrainBatch, advantages: Tensor, rows: Tensor, trained: Tensor, step: int) -> float:
+        """Leave the gradient of the mini-batch `rows` (of all ranks) in the masters; returns the loss, fills `trained`.
 
-    def _gradients(self, batch: TrainBatch, advantages: Tensor, rows: Tensor, log_rho: Tensor, step: int) -> float:
-        """Leave the global mini-batch's gradient in the masters. fp16: halve the loss scale and start over on overflow."""
+        `trained` [N, C] receives the log-probs the rows were trained at. fp16: an overflow halves the loss scale and starts over.
+        """
         while True:
-            loss = self._accumulate(batch, advantages, rows, log_rho)
+            loss = self._accumulate(batch, advantages, rows, trained)
             self._reduce_over_ranks()
             gradients = [m.grad for m in self.masters.masters.values() if m.grad is not None]
             if loss == loss and abs(loss) != float("inf") and all(torch.isfinite(g).all() for g in gradients):
@@ -132,40 +136,27 @@ class Learner:
                 )
             self.optimizer.loss_scale /= 2
 
-    def _accumulate(self, batch: TrainBatch, advantages: Tensor, rows: Tensor, log_rho: Tensor) -> float:
-        totals = self._global_totals(batch.tokens, rows)
+    def _accumulate(self, batch: TrainBatch, advantages: Tensor, rows: Tensor, trained: Tensor) -> float:
+        inputs, device = self._loss_inputs(batch, advantages, rows), self._accelerator.device
         loss_sum = 0.0
         for micro in self._plan(batch.tokens, rows):
             part = select(batch.tokens, micro)
-            inputs = self._loss_inputs(batch, part, advantages, micro, totals)
+            columns = part.completion_mask.shape[1]
             logprobs = completion_logprobs(
                 self.policy.causal_lm, part, self._share_prompt, self._config.rollout.temperature
             )
-            loss, ratios = policy_loss(logprobs, inputs, self._objective, self._gate)
+            loss = policy_loss(logprobs, inputs.rows(micro, columns, device), self._objective, self._gate)
             (loss * self.optimizer.loss_scale).backward()
             self.masters.gather_gradients(self.optimizer.loss_scale)
-            log_rho[micro, : ratios.shape[1]] = ratios.cpu()
+            trained[micro, :columns] = logprobs.detach().float().cpu()
             loss_sum += float(loss.detach())
         return loss_sum
 
-    def _loss_inputs(
-        self, batch: TrainBatch, part: TokenBatch, advantages: Tensor, micro: Tensor, totals: BatchTotals
-    ) -> LossInputs:
-        device, columns = self._accelerator.device, part.completion_mask.shape[1]
-        mask = part.completion_mask.to(device)
-        return LossInputs(
-            old_logprobs=batch.old_logprobs[micro, :columns].to(device),
-            ref_logprobs=batch.ref_logprobs[micro, :columns].to(device),
-            rollout_logprobs=part.rollout_logprobs.to(device),
-            mask=mask,
-            weights=token_weights(self._objective.aggregate, mask, totals, self._objective.length_constant),
-            advantages=advantages[micro].to(device),
-        )
-
-    def _global_totals(self, tokens: TokenBatch, rows: Tensor) -> BatchTotals:
-        counts = torch.tensor([len(rows), int(tokens.completion_mask[rows].sum())], device=self._accelerator.device)
-        sequences, count = self._accelerator.reduce(counts, "sum").tolist()
-        return BatchTotals(sequences, count)
+    def _loss_inputs(self, batch: TrainBatch, advantages: Tensor, rows: Tensor) -> LossInputs:
+        """The constants of the whole batch's loss, normalised over the mini-batch `rows` of all ranks."""
+        counts = torch.tensor([len(rows), int(trained_mask(batch, self._objective)[rows].sum())])
+        sequences, tokens = self._accelerator.reduce(counts.to(self._accelerator.device), "sum").tolist()
+        return loss_inputs(batch, advantages, self._objective, BatchTotals(sequences, tokens))
 
     def _reduce_over_ranks(self) -> None:
         if self._accelerator.num_processes > 1:

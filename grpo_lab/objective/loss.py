@@ -1,62 +1,90 @@
-"""The loss of a micro-batch: -sum w * (f(ratio; A) * A * correction - beta * KL), and what each gate did to each token."""
+"""The loss of a micro-batch: -sum w * (f(ratio; A) * A * correction - beta * KL)."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from grpo_lab.methods import Objective
+from grpo_lab.objective.aggregate import BatchTotals, token_weights
+from grpo_lab.objective.axes import Objective
 from grpo_lab.objective.gates import GateProtocol
 from grpo_lab.objective.kl import kl_penalty
-from grpo_lab.objective.ratio import correction_weights, log_ratio
+from grpo_lab.objective.ratio import correction_weights, geometric_mean, log_ratio
+from grpo_lab.types import TrainBatch
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Everything constant in one micro-batch of n sequences: [n, C] each, `advantages` [n]."""
+    """Everything constant in the loss of n sequences: [n, C] each, `advantages` [n].
 
-    old_logprobs: Tensor
+    `behaviour_logprobs` are those of the old policy that the ratio is taken to; `weights` carry the aggregation and the
+    global normalisation, and are 0 on tokens that give no gradient.
+    """
+
+    behaviour_logprobs: Tensor
     ref_logprobs: Tensor
-    rollout_logprobs: Tensor
     mask: Tensor
     weights: Tensor
+    correction: Tensor
     advantages: Tensor
 
+    def rows(self, rows: Tensor, columns: int, device: torch.device) -> "LossInputs":
+        """The sequences `rows` [n] on `device`, cut to their first `columns` tokens."""
+        cut = lambda tensor: tensor[rows, :columns].to(device)  # noqa: E731
+        return LossInputs(
+            cut(self.behaviour_logprobs),
+            cut(self.ref_logprobs),
+            cut(self.mask),
+            cut(self.weights),
+            cut(self.correction),
+            self.advantages[rows].to(device),
+        )
 
-def policy_loss(
-    logprobs: Tensor, inputs: LossInputs, objective: Objective, gate: GateProtocol
-) -> tuple[Tensor, Tensor]:
-    """Scalar loss (a share of the global batch's) and the detached log-ratio [n, C] it was computed at.
 
-    `logprobs` [n, C] are the learner's current log-probs with gradient. `inputs.weights` carry the global normalisation,
-    so the losses of all micro-batches add up to the batch's.
+def loss_inputs(batch: TrainBatch, advantages: Tensor, objective: Objective, totals: BatchTotals) -> LossInputs:
+    """What the objective makes of a whole batch; `advantages` [N]. `totals` count what `trained_mask` keeps, on all ranks."""
+    tokens = batch.tokens
+    trained = trained_mask(batch, objective)
+    return LossInputs(
+        behaviour_logprobs=tokens.rollout_logprobs if objective.old == "rollout" else batch.old_logprobs,
+        ref_logprobs=batch.ref_logprobs,
+        mask=tokens.completion_mask,
+        weights=token_weights(objective.aggregate, trained, totals, objective.max_tokens),
+        correction=correction_weights(
+            batch.old_logprobs,
+            tokens.rollout_logprobs,
+            tokens.completion_mask,
+            objective.correction,
+            objective.correction_options,
+        ),
+        advantages=advantages,
+    )
+
+
+def trained_mask(batch: TrainBatch, objective: Objective) -> Tensor:
+    """1 on the tokens that give a gradient, [N, C]: all, or those of completions that stopped in time."""
+    mask = batch.tokens.completion_mask
+    return mask * ~batch.tokens.truncated.unsqueeze(1) if objective.mask_truncated else mask
+
+
+def policy_loss(logprobs: Tensor, inputs: LossInputs, objective: Objective, gate: GateProtocol) -> Tensor:
+    """Scalar loss (a share of the global batch's) of the learner's current log-probs [n, C], which carry the gradient.
+
+    `inputs.weights` carry the global normalisation, so the losses of all micro-batches add up to the batch's.
     """
-    behaviour = inputs.rollout_logprobs if objective.old == "rollout" else inputs.old_logprobs
-    log_rho = log_ratio(logprobs, behaviour, inputs.mask, objective.level)
+    terms = surrogate(logprobs, inputs, objective, gate) * inputs.correction
+    if objective.kl_in_loss:
+        token_log_ratio = log_ratio(logprobs, inputs.behaviour_logprobs, inputs.mask, "token")
+        penalty = kl_penalty(objective.kl, logprobs, inputs.ref_logprobs, token_log_ratio, inputs.mask)
+        terms = terms - objective.beta * penalty
+    return -torch.sum(inputs.weights * terms)
+
+
+def surrogate(logprobs: Tensor, inputs: LossInputs, objective: Objective, gate: GateProtocol) -> Tensor:
+    """J = f(ratio; A) * A of every token, [n, C]; at level `geometric_mean` the geometric mean of f over the sequence, times A."""
+    log_rho = log_ratio(logprobs, inputs.behaviour_logprobs, inputs.mask, objective.level)
     advantages = inputs.advantages.unsqueeze(1).expand_as(log_rho)
-    surrogate = gate.f(log_rho.exp(), advantages) * advantages
-    surrogate = surrogate * correction_weights(inputs.old_logprobs, inputs.rollout_logprobs, objective.correction)
-    if objective.kl.startswith("loss"):
-        token_log_ratio = log_ratio(logprobs, behaviour, inputs.mask, "token")
-        penalty = kl_penalty(objective.kl, logprobs, inputs.ref_logprobs, token_log_ratio)
-        surrogate = surrogate - objective.beta * penalty
-    return -torch.sum(inputs.weights * surrogate), log_rho.detach()
-
-
-def gate_metrics(log_rho: Tensor, advantages: Tensor, mask: Tensor, gate: GateProtocol) -> dict[str, float]:
-    """The same record for every gate, over the masked tokens of [N, C]; `advantages` [N].
-
-    open_fraction: share with f' >= 1/2. mean: mean f'. ess: (sum g)^2 / (n sum g^2) of the signal weights g = f' * ratio.
-    """
-    keep = mask.bool()
-    ratio = log_rho[keep].double().exp()
-    opened = gate.df(ratio, advantages.unsqueeze(1).expand_as(log_rho)[keep].double())
-    signal = opened * ratio
-    return {
-        "gate/open_fraction": float((opened >= 0.5).double().mean()),
-        "gate/mean": float(opened.mean()),
-        "gate/ess": float(signal.sum().square() / (signal.square().sum() * signal.numel()).clamp(min=1e-300)),
-        "ratio/min": float(ratio.min()),
-        "ratio/mean": float(ratio.mean()),
-        "ratio/max": float(ratio.max()),
-    }
+    gated = gate.f(log_rho.exp(), advantages, inputs.behaviour_logprobs.exp())
+    if objective.level == "geometric_mean":
+        gated = geometric_mean(gated, inputs.mask)
+    return gated * advantages

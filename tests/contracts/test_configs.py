@@ -6,7 +6,8 @@ import pytest
 
 from grpo_lab.config import Config
 from grpo_lab.config_file import load_config
-from grpo_lab.methods import METHODS, resolve
+from grpo_lab.methods import METHODS
+from grpo_lab.objective.axes import resolve
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -5,10 +5,11 @@ import torch
 
 from grpo_lab import plugins
 from grpo_lab.errors import ConfigError
-from grpo_lab.objective.gates import GateProtocol, build_gate
+from grpo_lab.objective.gates import PACKAGE, GateProtocol, build_gate
 
-NAMES = plugins.names("grpo_lab.objective.gates")
+NAMES = plugins.names(PACKAGE)
 LOG_RATIOS = torch.tensor([-20.0, -3.0, -1.3, -0.5, -0.21, -0.1, 0.0, 0.1, 0.19, 0.24, 1.0, 1.7, 3.0, 20.0])
+OLD_PROBS = [1e-9, 0.004, 0.3, 0.97]
 
 
 @pytest.fixture(params=NAMES)
@@ -17,46 +18,63 @@ def gate(request: pytest.FixtureRequest) -> GateProtocol:
 
 
 def test_the_shipped_gates_are_found() -> None:
-    assert {"clip", "double_sided", "sigmoid"} <= set(NAMES)
+    assert {"clip", "double_sided", "sigmoid", "truncated", "dual_clip", "total_variation", "probability_window", "none"} <= set(NAMES)
+    assert {"erf", "arctan", "softsign"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("old_prob", OLD_PROBS)
+@pytest.mark.parametrize("sign", [1.0, -1.0, 0.0])
+def test_df_is_the_derivative_of_f(gate: GateProtocol, sign: float, old_prob: float) -> None:
+    ratio = LOG_RATIOS.double().exp().requires_grad_()
+    advantages, old_probs = torch.full_like(ratio, sign), torch.full_like(ratio, old_prob)
+    (slope,) = torch.autograd.grad(gate.f(ratio, advantages, old_probs).sum(), ratio)
+    assert torch.allclose(slope, gate.df(ratio, advantages, old_probs).detach(), atol=1e-12)
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0, 0.0])
-def test_df_is_the_derivative_of_f(gate: GateProtocol, sign: float) -> None:
-    ratio = LOG_RATIOS.double().exp().requires_grad_()
-    advantages = torch.full_like(ratio, sign)
-    (slope,) = torch.autograd.grad(gate.f(ratio, advantages).sum(), ratio)
-    assert torch.allclose(slope, gate.df(ratio, advantages).detach(), atol=1e-12)
+def test_df_is_the_slope_of_f(gate: GateProtocol, sign: float) -> None:
+    """By finite differences, which autograd cannot fool; ratios that lie on a gate's edge are left out."""
+    ratio = LOG_RATIOS[2:-1].double().exp()
+    advantages, old_probs, h = torch.full_like(ratio, sign), torch.full_like(ratio, 0.3), 1e-6
+    slope = (gate.f(ratio + h, advantages, old_probs) - gate.f(ratio - h, advantages, old_probs)) / (2 * h)
+    assert torch.allclose(slope, gate.df(ratio, advantages, old_probs), atol=1e-5)
 
 
+@pytest.mark.parametrize("old_prob", OLD_PROBS)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_open_at_ratio_one(gate: GateProtocol, sign: float) -> None:
-    assert gate.df(torch.ones(2, 3), torch.full((2, 3), sign)).tolist() == [[1.0] * 3] * 2
+def test_open_at_ratio_one(gate: GateProtocol, sign: float, old_prob: float) -> None:
+    ones = torch.ones(2, 3)
+    assert torch.equal(gate.df(ones, sign * ones, old_prob * ones), ones)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_finite_shaped_and_without_side_effects(gate: GateProtocol, dtype: torch.dtype) -> None:
     ratio = LOG_RATIOS.exp().to(dtype)
     advantages = torch.linspace(-2, 2, len(ratio)).to(dtype)
-    before = ratio.clone(), advantages.clone()
-    for value in (gate.f(ratio, advantages), gate.df(ratio, advantages)):
+    old_probs = torch.linspace(0, 1, len(ratio)).to(dtype)
+    before = [value.clone() for value in (ratio, advantages, old_probs)]
+    for value in (gate.f(ratio, advantages, old_probs), gate.df(ratio, advantages, old_probs)):
         assert value.shape == ratio.shape and torch.isfinite(value).all()
-    assert torch.equal(ratio, before[0]) and torch.equal(advantages, before[1])
-    assert ((gate.f(ratio, torch.zeros_like(ratio)) * 0) == 0).all()
+    assert all(map(torch.equal, (ratio, advantages, old_probs), before))
+    assert ((gate.f(ratio, torch.zeros_like(ratio), old_probs) * 0) == 0).all()
 
 
-def test_unknown_names_and_options_are_one_line(gate: GateProtocol) -> None:
+def test_unknown_names_and_options_are_one_line() -> None:
     with pytest.raises(ConfigError, match="did you mean 'clip'"):
         build_gate("clp", {})
     with pytest.raises(ConfigError, match="clip_low, clip_high"):
         build_gate("clip", {"clip_hgh": 0.3})
+    with pytest.raises(ConfigError, match="it allows level token or sequence or sequence_token"):
+        build_gate("double_sided", {}, "geometric_mean")
 
 
 def test_a_gate_from_outside_the_package(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "mygates.py").write_text(
         "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Gate:\n"
-        "    def f(self, ratio, advantages): return ratio\n    def df(self, ratio, advantages): return ratio * 0 + 1\n"
+        "    def f(self, ratio, advantages, old_probs): return ratio\n"
+        "    def df(self, ratio, advantages, old_probs): return ratio * 0 + 1\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert build_gate("mygates:Gate", {}).df(torch.ones(1), torch.ones(1)).item() == 1
+    assert build_gate("mygates:Gate", {}).df(torch.ones(1), torch.ones(1), torch.ones(1)).item() == 1
     with pytest.raises(ConfigError, match="PYTHONPATH"):
         build_gate("nowhere.gates", {})

@@ -17,7 +17,7 @@ from grpo_lab.config import Config, ModelConfig, RolloutConfig
 from grpo_lab.learner.collate import collate
 from grpo_lab.learner.learner import Learner
 from grpo_lab.learner.weights import export_weights
-from grpo_lab.methods import resolve
+from grpo_lab.objective.axes import resolve
 from grpo_lab.rollout.engines import EngineSpec, build_engine
 from grpo_lab.types import GenerationRequest, Grade, Problem, RolloutGroup, Sampling
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_lab.methods import METHODS, Objective
+from grpo_lab.methods import METHODS
 from grpo_lab.objective.aggregate import BatchTotals, token_weights
+from grpo_lab.objective.axes import Objective
 from grpo_lab.objective.gates import build_gate
 from grpo_lab.objective.loss import LossInputs, policy_loss
 
@@ -47,14 +48,14 @@ def expected_loss_gradient(table: Tensor, reference: Tensor, method: str) -> Ten
     The baseline is the exact mean of R, what a leave-one-out baseline is in expectation.
     """
     row = METHODS[method]
-    objective = Objective(beta=BETA, gate=row.gate, level=row.level, length_constant=1)
+    objective = Objective(beta=BETA, gate=row.gate, level=row.level)
     logprobs, mask = token_logprobs(table)
     old, ref = logprobs.detach(), token_logprobs(reference)[0].detach()
     probability = old.sum(dim=1).exp()
     returns = REWARDS - BETA * (old - ref).sum(dim=1)
     weights = token_weights("constant_length", mask, BatchTotals(1, int(mask.sum())), 1) * probability.unsqueeze(1)
-    inputs = LossInputs(old, ref, old, mask, weights, returns - (probability * returns).sum())
-    loss, _ = policy_loss(logprobs, inputs, objective, build_gate(row.gate, row.gate_options))
+    inputs = LossInputs(old, ref, mask, weights, torch.ones_like(mask), returns - (probability * returns).sum())
+    loss = policy_loss(logprobs, inputs, objective, build_gate(row.gate, row.gate_options))
     return torch.autograd.grad(loss, table)[0]
 
 

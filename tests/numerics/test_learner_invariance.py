@@ -40,7 +40,7 @@ def gradients(model: Path, groups: list[RolloutGroup], **learner: object) -> dic
     batch = built.annotate(collate(groups))
     batch = replace(batch, old_logprobs=batch.old_logprobs - 0.1 * batch.tokens.completion_mask)
     advantages = torch.linspace(-1, 1, batch.tokens.num_sequences)
-    built._gradients(batch, advantages, torch.arange(batch.tokens.num_sequences), batch.old_logprobs.clone(), 0)
+    built.gradient(batch, advantages, torch.arange(batch.tokens.num_sequences), batch.old_logprobs.clone(), 0)
     return {name: parameter.grad.clone() for name, parameter in built.policy.trainable().items()}  # type: ignore[union-attr]
 
 

@@ -25,7 +25,7 @@ mine = [[0, 2], [1]][rank]
 groups = make_groups()
 batch = learner.annotate(collate([groups[i] for i in mine], mine))
 advantages = torch.linspace(-1, 1, 12).view(3, 4)[mine].flatten()
-learner._gradients(batch, advantages, torch.arange(4 * len(mine)), batch.old_logprobs.clone(), 0)
+learner.gradient(batch, advantages, torch.arange(4 * len(mine)), batch.old_logprobs.clone(), 0)
 torch.save({n: p.grad for n, p in learner.policy.trainable().items()}, f"{sys.argv[3]}.{rank}")
 """
 
@@ -40,7 +40,7 @@ def test_gradient_of_two_processes(tiny_model: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     learner = make_learner(tiny_model)
     batch = learner.annotate(collate(make_groups()))
-    learner._gradients(batch, torch.linspace(-1, 1, 12), torch.arange(12), batch.old_logprobs.clone(), 0)
+    learner.gradient(batch, torch.linspace(-1, 1, 12), torch.arange(12), batch.old_logprobs.clone(), 0)
     for rank in range(2):
         got = torch.load(tmp_path / f"grad.{rank}", weights_only=True)
         for name, parameter in learner.policy.trainable().items():

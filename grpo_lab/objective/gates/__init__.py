@@ -10,25 +10,38 @@ from typing import Protocol
 from torch import Tensor
 
 from grpo_lab import plugins
+from grpo_lab.config import Level
 from grpo_lab.errors import ConfigError
+
+PACKAGE = "grpo_lab.objective.gates"
 
 
 class GateProtocol(Protocol):
-    """`ratio` and `advantages` broadcast to the same shape [...]; both methods return that shape and change nothing."""
+    """`ratio`, `advantages` and `old_probs` have one shape [...]; both methods return that shape and change nothing.
 
-    def f(self, ratio: Tensor, advantages: Tensor) -> Tensor: ...
+    `old_probs` is the old policy's probability of the sampled token, for gates of probabilities; most gates ignore it.
+    A gate that makes no sense at every level names those it does in a class attribute `levels`.
+    """
 
-    def df(self, ratio: Tensor, advantages: Tensor) -> Tensor: ...
+    def f(self, ratio: Tensor, advantages: Tensor, old_probs: Tensor) -> Tensor: ...
+
+    def df(self, ratio: Tensor, advantages: Tensor, old_probs: Tensor) -> Tensor: ...
 
 
-def build_gate(name: str, options: Mapping[str, float]) -> GateProtocol:
-    """The gate `name` with `options`; ConfigError names the parameters it has when one is wrong."""
-    gate_class = plugins.load("grpo_lab.objective.gates", name, "Gate")
+def build_gate(name: str, options: Mapping[str, float], level: Level = "token") -> GateProtocol:
+    """The gate `name` with `options`; ConfigError names the parameters it has when one is wrong, or its levels."""
+    gate_class = plugins.load(PACKAGE, name, "Gate")
     allowed = getattr(gate_class, "__dataclass_fields__", {})
     unknown = sorted(set(options) - set(allowed))
     if unknown:
         raise ConfigError(
             f"objective.gate_options: gate {name!r} has no {unknown[0]!r}; it has: {', '.join(allowed) or 'no parameters'}"
+        )
+    levels = getattr(gate_class, "levels", (level,))
+    if level not in levels:
+        raise ConfigError(
+            f"objective.level={level} with objective.gate={name}: this gate is defined for single tokens' ratios; "
+            f"it allows level {' or '.join(levels)}"
         )
     gate: GateProtocol = gate_class(**options)
     return gate

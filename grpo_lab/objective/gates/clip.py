@@ -1,4 +1,4 @@
-"""The clip of PPO, GRPO, DAPO (wider above) and GSPO (on sequence ratios)."""
+"""The clip of PPO, GRPO, DAPO (wider above), GSPO (on sequence ratios) and GMPO (before the geometric mean)."""
 
 from dataclasses import dataclass
 
@@ -16,9 +16,9 @@ class Gate:
     clip_low: float = 0.2
     clip_high: float = 0.2
 
-    def f(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+    def f(self, ratio: Tensor, advantages: Tensor, old_probs: Tensor) -> Tensor:
         return torch.where(advantages >= 0, ratio.clamp(max=1 + self.clip_high), ratio.clamp(min=1 - self.clip_low))
 
-    def df(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+    def df(self, ratio: Tensor, advantages: Tensor, old_probs: Tensor) -> Tensor:
         is_open = torch.where(advantages >= 0, ratio <= 1 + self.clip_high, ratio >= 1 - self.clip_low)
         return is_open.to(ratio.dtype)

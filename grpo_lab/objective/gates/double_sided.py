@@ -1,8 +1,11 @@
 """The two-sided window of SAO: tokens whose ratio left it give no signal, whatever the sign of their advantage."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
+
+from grpo_lab.config import Level
 
 
 @dataclass(frozen=True)
@@ -15,9 +18,10 @@ class Gate:
     window_low: float = 0.3
     window_high: float = 5.0
 
-    def f(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        return ratio * self.df(ratio, advantages)
+    levels: ClassVar[tuple[Level, ...]] = ("token", "sequence", "sequence_token")  # f = 0 has no geometric mean
 
-    def df(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        inside = (ratio > 1 - self.window_low) & (ratio < 1 + self.window_high)
-        return (inside & (advantages == advantages)).to(ratio.dtype)
+    def f(self, ratio: Tensor, advantages: Tensor, old_probs: Tensor) -> Tensor:
+        return ratio * self.df(ratio, advantages, old_probs)
+
+    def df(self, ratio: Tensor, advantages: Tensor, old_probs: Tensor) -> Tensor:
+        return ((ratio > 1 - self.window_low) & (ratio < 1 + self.window_high)).to(ratio.dtype)

@@ -16,11 +16,11 @@ class Gate:
     tau_positive: float = 1.0
     tau_negative: float = 1.05
 
-    def f(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+    def f(self, ratio: Tensor, advantages: Tensor, old_probs: Tensor) -> Tensor:
         tau = self._tau(ratio, advantages)
         return 4 / tau * torch.sigmoid(tau * (ratio - 1))
 
-    def df(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+    def df(self, ratio: Tensor, advantages: Tensor, old_probs: Tensor) -> Tensor:
         opened = torch.sigmoid(self._tau(ratio, advantages) * (ratio - 1))
         return 4 * opened * (1 - opened)
 
