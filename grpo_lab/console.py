@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,14 @@ class Console:
         """One plain line."""
         self._out.print(text, markup=False)
         sys.stdout.flush()
+
+    @contextmanager
+    def progress(self, what: str, total: int) -> Iterator[Callable[[], None]]:
+        """A bar with the time left on a terminal, nothing elsewhere; call what it yields once for every piece done."""
+        columns = (TextColumn(what), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn())
+        with Progress(*columns, console=self._out, transient=True, disable=not self._out.is_terminal) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda: bar.advance(task)
 
     def describe(self, config: Config, objective: Objective) -> None:
         """The batch algebra, the objective in one line, and what is questionable about it."""

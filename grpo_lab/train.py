@@ -130,7 +130,9 @@ def _collect(parts: Parts, step: int) -> tuple[list[RolloutGroup], dict[str, flo
 
     def collect(index: int, count: int) -> list[RolloutGroup]:
         seed = derive_seed(config.seed, "regenerate", index) if index else config.seed
-        problems = problems_for_step(parts.task.train, seed, step, config.prompts_per_step)[:count]  # pure in (seed, step)
+        problems = problems_for_step(parts.task.train, seed, step, config.prompts_per_step)[
+            :count
+        ]  # pure in (seed, step)
         purpose = ("rollout", step, index) if index else ("rollout", step)
         return parts.collector.collect(problems, config.group_size, parts.sampling, purpose)
 

@@ -10,7 +10,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#666666"
+from grpo_lab.drawing import BLUE, GREEN, GREY, ORANGE, legend_below, save
+
 THOUSANDS = StrMethodFormatter("{x:,.0f}")
 Rows = Sequence[dict[str, Any]]
 
@@ -20,11 +21,10 @@ def draw_curves(rows: Rows, folder: Path) -> list[Path]:
 
     `rows` is in order of rollouts and not empty. `gap_split` is drawn only where every row has one (binary rewards).
     """
-    folder.mkdir(parents=True, exist_ok=True)
     figures = {"free_energy": _free_energy(rows), "reward_kl": _reward_kl(rows), "frontier": _frontier(rows)}
     if all(row["gap_split"] for row in rows):
         figures["gap_split"] = _gap_split(rows)
-    return [path for name, figure in figures.items() for path in _save(figure, folder / name)]
+    return [path for name, figure in figures.items() for path in save(figure, folder / name)]
 
 
 def _free_energy(rows: Rows) -> Figure:
@@ -37,7 +37,7 @@ def _free_energy(rows: Rows) -> Figure:
     _errorbar(axes, x, rows, "free_energy", BLUE, f"F of the policy, β = {rows[0]['beta']:g} (±1 SE)")
     axes.set(xlabel="rollouts", ylabel="free energy F (reward units)", title="Free energy against rollouts")
     axes.xaxis.set_major_formatter(THOUSANDS)
-    _legend_below(figure)
+    legend_below(figure)
     return figure
 
 
@@ -66,7 +66,7 @@ def _frontier(rows: Rows) -> Figure:
     axes.set(xlabel="KL to the reference (nats per sequence)", ylabel="reward E[r]", title="Reward–KL frontier")
     axes.set_ylim(_reward_range(rows))
     axes.margins(x=0.1)
-    _legend_below(figure)
+    legend_below(figure)
     figure.draw_without_rendering()  # the layout is settled here, so that places on the page are known
     for row, kl, reward in _apart(rows, x, y, axes):
         offset = (5, 5 if reward < 0.1 else -11)
@@ -93,7 +93,7 @@ def _gap_split(rows: Rows) -> Figure:
     every = -(-len(rows) // 9)  # at most nine labels fit
     axes.set_xticks(places[::every], [f"{row['rollouts']:,}" for row in rows[::every]], fontsize=8.5)
     axes.set(xlabel="rollouts", ylabel="gap F − F* (reward units)", title="What the gap to the floor is made of")
-    _legend_below(figure)
+    legend_below(figure)
     return figure
 
 
@@ -115,21 +115,6 @@ def _reward_range(rows: Rows) -> tuple[float, float]:
     return min(0.0, *means) - 0.04, max(1.0, *means) + 0.04
 
 
-def _legend_below(figure: Figure) -> None:
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9, columnspacing=1.2)
-
-
 def _errorbar(axes: Any, x: Sequence[int], rows: Rows, key: str, color: str, label: str, marker: str = "o") -> None:
     mean, error = [row[key]["mean"] for row in rows], [row[key]["se"] for row in rows]
     axes.errorbar(x, mean, yerr=error, color=color, marker=marker, ms=4, lw=1.5, capsize=3, label=label)
-
-
-def _save(figure: Figure, stem: Path) -> list[Path]:
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-        axes.set_axisbelow(True)
-    paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
-    for path in paths:
-        figure.savefig(path, dpi=150)
-    return paths

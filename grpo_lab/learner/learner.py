@@ -120,7 +120,7 @@ class Learner:
     def gradient(self, batch: TrainBatch, advantages: Tensor, rows: Tensor, trained: Tensor, step: int) -> float:
         """Leave the gradient of the mini-batch `rows` (of all ranks) in the masters; returns the loss, fills `trained`.
 
-        `trained` [N, C] receives the log-probs the rows were trained at. fp16: an overflow halves the loss scale and starts over.
+        `trained` [N, C] receives the log-probs the rows were trained at. fp16: overflow halves the loss scale and starts over.
         """
         while True:
             loss = self._accumulate(batch, advantages, rows, trained)

@@ -30,7 +30,11 @@ def effective_beta_line(objective: Objective, group_size: int) -> str:
 
 def warnings(config: Config, objective: Objective) -> list[str]:
     """What is questionable in this run and its consequence, one line each (THEORY B.2, B.5)."""
-    return [text for applies, text in (*_of_updates(config, objective), *_of_axes(objective), *_of_data(config, objective)) if applies]
+    return [
+        text
+        for applies, text in (*_of_updates(config, objective), *_of_axes(objective), *_of_data(config, objective))
+        if applies
+    ]
 
 
 def _of_updates(config: Config, objective: Objective) -> list[tuple[bool, str]]:

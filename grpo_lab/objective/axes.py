@@ -78,7 +78,9 @@ def resolve(config: Config) -> Objective:
         correction=chosen.correction,
         correction_options={**CORRECTION_OPTIONS[chosen.correction], **chosen.correction_options},
         zscore_ddof=chosen.zscore_ddof,
-        dynamic_sampling=paper and method.dynamic_sampling if chosen.dynamic_sampling is None else chosen.dynamic_sampling,
+        dynamic_sampling=paper and method.dynamic_sampling
+        if chosen.dynamic_sampling is None
+        else chosen.dynamic_sampling,
         overlong_cache=overlong if chosen.overlong_cache is None else chosen.overlong_cache,
         mask_truncated=chosen.mask_truncated,
         max_tokens=limit,

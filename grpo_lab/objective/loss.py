@@ -81,7 +81,7 @@ def policy_loss(logprobs: Tensor, inputs: LossInputs, objective: Objective, gate
 
 
 def surrogate(logprobs: Tensor, inputs: LossInputs, objective: Objective, gate: GateProtocol) -> Tensor:
-    """J = f(ratio; A) * A of every token, [n, C]; at level `geometric_mean` the geometric mean of f over the sequence, times A."""
+    """J = f(ratio; A) * A of every token, [n, C]; at level `geometric_mean` f is averaged over the sequence first."""
     log_rho = log_ratio(logprobs, inputs.behaviour_logprobs, inputs.mask, objective.level)
     advantages = inputs.advantages.unsqueeze(1).expand_as(log_rho)
     gated = gate.f(log_rho.exp(), advantages, inputs.behaviour_logprobs.exp())

@@ -8,7 +8,7 @@ from grpo_lab.types import RolloutGroup
 
 @dataclass(frozen=True)
 class MixedGroups:
-    """Exactly the wanted number of groups. `sampled` counts all that were generated, `unmixed` those of `groups` kept anyway."""
+    """The wanted number of groups. `sampled` counts all that were generated, `unmixed` those of `groups` kept anyway."""
 
     groups: list[RolloutGroup]
     sampled: int

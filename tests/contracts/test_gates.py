@@ -18,7 +18,16 @@ def gate(request: pytest.FixtureRequest) -> GateProtocol:
 
 
 def test_the_shipped_gates_are_found() -> None:
-    assert {"clip", "double_sided", "sigmoid", "truncated", "dual_clip", "total_variation", "probability_window", "none"} <= set(NAMES)
+    assert {
+        "clip",
+        "double_sided",
+        "sigmoid",
+        "truncated",
+        "dual_clip",
+        "total_variation",
+        "probability_window",
+        "none",
+    } <= set(NAMES)
     assert {"erf", "arctan", "softsign"} <= set(NAMES)
 
 

@@ -116,7 +116,8 @@ def test_kl_values_and_expected_gradients() -> None:
         (gradient,) = torch.autograd.grad((pi * k[name]).sum(), logits, retain_graph=True)
         assert gradient.tolist() == pytest.approx(expected, abs=1e-12), name
     off_policy = lambda n: kl_penalty(  # noqa: E731
-        n, log_pi.unsqueeze(1), ref.log().unsqueeze(1), (log_pi - mu.log()).unsqueeze(1), one)[:, 0]
+        n, log_pi.unsqueeze(1), ref.log().unsqueeze(1), (log_pi - mu.log()).unsqueeze(1), one
+    )[:, 0]
     assert (mu * off_policy("loss_k3_is")).sum().item() == pytest.approx(example["E_mu_rho_k3"], abs=1e-12)
     assert (mu * off_policy("loss_k3")).sum().item() == pytest.approx(example["E_mu_k3_noIS"], abs=1e-12)
     assert (pi * (pi / ref).log()).sum().item() == pytest.approx(example["KL"], abs=1e-12)

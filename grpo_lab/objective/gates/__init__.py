@@ -5,6 +5,7 @@ grad J = df * ratio * A * grad log pi. Every gate has df(1; A) = 1, so gates dif
 """
 
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -31,7 +32,7 @@ class GateProtocol(Protocol):
 def build_gate(name: str, options: Mapping[str, float], level: Level = "token") -> GateProtocol:
     """The gate `name` with `options`; ConfigError names the parameters it has when one is wrong, or its levels."""
     gate_class = plugins.load(PACKAGE, name, "Gate")
-    allowed = getattr(gate_class, "__dataclass_fields__", {})
+    allowed = [field.name for field in fields(gate_class)] if is_dataclass(gate_class) else []
     unknown = sorted(set(options) - set(allowed))
     if unknown:
         raise ConfigError(

@@ -1,9 +1,8 @@
-"""The command line: parse, load the config, call one function. Imports no torch; errors a user caused are one line."""
+"""The commands around a run: train, eval checkpoint, list."""
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,17 +10,9 @@ import typer
 
 from grpo_lab.config import Config
 from grpo_lab.config_file import build_config, load_config
-from grpo_lab.errors import ConfigError, UserError
+from grpo_lab.errors import ConfigError
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    help="Train GRPO-family policies and measure how far they are from the Gibbs floor F* = -beta log Z.",
-)
 evaluate = typer.Typer(no_args_is_help=True, help="Measure a policy's free energy.")
-app.add_typer(evaluate, name="eval")
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", help="YAML file; without it the GSM8K experiment's defaults.")
@@ -31,7 +22,6 @@ Overrides = Annotated[
 ]
 
 
-@app.command()
 def train(
     config: ConfigFile = None,
     method: Annotated[
@@ -60,7 +50,7 @@ def train(
     if dry_run:
         print_dry_run(Console(), loaded, objective)
         return
-    _quiet_libraries()
+    quiet_libraries()
     from grpo_lab.run_dir import RunDir
     from grpo_lab.train import train as run_training
 
@@ -88,14 +78,13 @@ def eval_checkpoint(
     if config is None and not path.exists():
         raise ConfigError(f"no checkpoint at {str(path)!r}; give the folder `grpo-lab train` printed")
     loaded = load_config(config, overrides) if config else _with_overrides(RunDir.open(path), overrides)
-    _quiet_libraries()
+    quiet_libraries()
     from grpo_lab.evaluation.report import evaluate_checkpoint
 
     evaluate_checkpoint(path, loaded, Console(), json_file)
 
 
-@app.command("list")
-def list_() -> None:
+def list_names() -> None:
     """The methods and every gate, task and engine that can be named in a config."""
     from grpo_lab.methods import METHODS
     from grpo_lab.plugins import names
@@ -138,36 +127,9 @@ def _config_of_run(resume: Path, config: Path | None, overrides: list[str] | Non
     return build_config({**chosen.model_dump(mode="json"), **kept}, source=str(config))
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """Third parties' progress bars and advice stay off the terminal; their errors do not."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
-
-_UsageError: Any = typer.BadParameter.__mro__[2]  # click's ClickException, in whichever package typer keeps it
-
-
-def main() -> None:
-    """Entry point: a UserError becomes one line on standard error and its exit code."""
-    try:
-        code = app(standalone_mode=False)
-        sys.exit(code if isinstance(code, int) else 0)
-    except UserError as error:
-        sys.stderr.write(f"grpo-lab: {' '.join(str(error).split())}\n")
-        sys.exit(error.exit_code)
-    except typer.Exit as stop:
-        sys.exit(stop.exit_code)
-    except _UsageError as error:
-        text = error.format_message()
-        is_help = text.startswith("Usage:")  # a command without its arguments
-        sys.stderr.write(text + "\n" if is_help else f"grpo-lab: {' '.join(text.split())}; see grpo-lab --help\n")
-        sys.exit(2)
-    except (KeyboardInterrupt, typer.Abort):
-        sys.stderr.write("grpo-lab: interrupted\n")
-        sys.exit(130)
-
-
-if __name__ == "__main__":
-    main()

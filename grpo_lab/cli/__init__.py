@@ -1,0 +1,47 @@
+"""The command line: parse, load the config, call one function. Imports no torch; errors a user caused are one line."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import typer
+
+from grpo_lab.cli import laboratory, training
+from grpo_lab.errors import UserError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Train GRPO-family policies and measure how far they are from the Gibbs floor F* = -beta log Z.",
+)
+app.command()(training.train)
+app.command("list")(training.list_names)
+app.command()(laboratory.replay)
+app.add_typer(training.evaluate, name="eval")
+app.add_typer(laboratory.lab, name="lab")
+app.add_typer(laboratory.plot, name="plot")
+
+_UsageError: Any = typer.BadParameter.__mro__[2]  # click's ClickException, in whichever package typer keeps it
+
+
+def main() -> None:
+    """Entry point: a UserError becomes one line on standard error and its exit code."""
+    try:
+        code = app(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except UserError as error:
+        sys.stderr.write(f"grpo-lab: {' '.join(str(error).split())}\n")
+        sys.exit(error.exit_code)
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
+    except _UsageError as error:
+        text = error.format_message()
+        is_help = text.startswith("Usage:")  # a command without its arguments
+        sys.stderr.write(text + "\n" if is_help else f"grpo-lab: {' '.join(text.split())}; see grpo-lab --help\n")
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.stderr.write("grpo-lab: interrupted\n")
+        sys.exit(130)

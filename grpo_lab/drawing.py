@@ -1,0 +1,27 @@
+"""What every figure shares: colours that survive colour blindness, quiet axes, and files as PNG and SVG."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#666666"
+PALETTE = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
+
+
+def save(figure: Figure, stem: Path, grid: bool = True) -> list[Path]:
+    """Write `stem`.png and `stem`.svg; returns both. The folder is made when it is missing."""
+    for axes in figure.axes if grid else ():
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
+    for path in paths:
+        figure.savefig(path, dpi=150)
+    return paths
+
+
+def legend_below(figure: Figure, columns: int = 3) -> None:
+    figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=9, columnspacing=1.2)
