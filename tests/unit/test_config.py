@@ -87,22 +87,56 @@ def test_recipes_and_overrides() -> None:
     assert (own.gate, dict(own.gate_options), own.kl, own.advantage) == ("sigmoid", {}, "loss_k2", "leave_one_out")
 
 
-def test_double_counted_mismatch_is_refused() -> None:
-    with pytest.raises(ConfigError, match="twice"):
-        resolve(build_config({"method": "sao", "objective": {"correction": "tis"}}, "test"))
+@pytest.mark.parametrize("objective, message", [
+    ({"old": "rollout", "correction": "tis"}, "twice"),
+    ({"correction": "tis", "correction_options": {"low": 1.0}}, "has no low; it has: cap"),
+    ({"correction_options": {"cap": 1.0}}, "no parameters"),
+    ({"dynamic_sampling": True}, "drops the KL force"),
+    ({"overlong_cache": 600}, "more than rollout.max_new_tokens=512"),
+    ({"overlong_cache": 100, "mask_truncated": True}, "choose one"),
+])  # fmt: skip
+def test_meaningless_combinations_are_refused_with_the_reason(objective: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(build_config({"method": "dapo", "objective": objective}, "test"))
 
 
 @pytest.mark.parametrize("tree, message", [
     ({"learner": {"mini_batches": 1}}, "gate inert"),
     ({"recipe": "paper", "method": "grpo"}, "divided by std"),
     ({"recipe": "paper", "method": "grpo"}, "token-local"),
+    ({"recipe": "paper", "method": "ppo"}, "divided by std(R)"),
+    ({"recipe": "paper", "method": "sapo"}, "no KL in the loss"),
+    ({"recipe": "paper", "method": "dapo"}, "dynamic sampling drops"),
+    ({"recipe": "paper", "method": "dapo"}, "overlong penalty over the last 102 of 512 tokens"),
     ({"objective": {"kl": "loss_k1"}}, "expected gradient 0"),
+    ({"objective": {"kl": "loss_k3", "dynamic_sampling": True}}, "beta_eff = beta x P"),
+    ({"objective": {"kl": "loss_k2", "advantage": "center"}}, "G/(G-1)"),
+    ({"objective": {"kl": "loss_k2", "advantage": "batch_zscore"}}, "moving with the batch"),
+    ({"objective": {"mask_truncated": True}}, "truncated completions give no gradient"),
+    ({"method": "gspo", "objective": {"old": "rollout"}}, "sequence ratio"),
     ({"rollout": {"temperature": 0.8}}, "temperature 0.8"),
     ({"rollout": {"top_p": 0.95}}, "top-p 0.95"),
 ])  # fmt: skip
 def test_questionable_choices_warn(tree: dict[str, object], message: str) -> None:
     config = build_config(tree, "test")
-    assert any(message in line for line in warnings(config, resolve(config)))
+    lines = warnings(config, resolve(config))
+    assert sum(message in line for line in lines) == 1
+    assert len(set(lines)) == len(lines) and not any("\n" in line for line in lines)
+
+
+@pytest.mark.parametrize("objective, line", [
+    ({"kl": "none"}, "beta_eff = 0"),
+    ({"kl": "loss_k2_sequence"}, "beta_eff = 0.05: the loss descends F = -E[r] + 0.05 KL exactly (sequence KL in the loss)"),
+    ({"kl": "loss_k2_sequence", "advantage": "center"}, "beta_eff = 0.0516129"),
+    ({"kl": "loss_k3"}, "beta_eff = 0.05, token-local"),
+    ({"advantage": "zscore"}, "beta_eff = 0.05 at the fixed point"),
+    ({"kl": "loss_k3", "advantage": "zscore"}, "beta_eff = 0.05 x std(r) of each prompt"),
+    ({"kl": "loss_k3", "advantage": "batch_zscore"}, "beta_eff = 0.05 x std(r) of the batch"),
+    ({"aggregate": "sequence_sum"}, "beta_eff = 0.05: the loss descends F"),
+])  # fmt: skip
+def test_the_effective_beta_is_said(objective: dict[str, object], line: str) -> None:
+    resolved = resolve(build_config({"method": "grpo", "objective": objective}, "test"))
+    assert effective_beta_line(resolved, 32).startswith(line)
 
 
 def test_the_default_run_warns_of_nothing_and_optimises_beta() -> None:
