@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_lab.config import Config, LearnerConfig, ModelConfig, RolloutConfig
+from grpo_lab.config import Config, LearnerConfig, ModelConfig, ObjectiveConfig, RolloutConfig
 from grpo_lab.learner.learner import Learner
 from grpo_lab.objective.axes import resolve
 from grpo_lab.types import Completion, Grade, Problem, RolloutGroup
@@ -18,15 +18,22 @@ def make_groups(seed: int = 0, groups: int = 3, size: int = 4) -> list[RolloutGr
         RolloutGroup(
             Problem(str(g), (), "1"),
             ids(5 + 3 * g),
-            tuple(Completion(ids(n), (-1.0,) * n, "", "stop", 0) for n in range(1 + g, 1 + g + 2 * size, 2)),
+            tuple(
+                Completion(ids(n), (-10.9,) * n, "", "length" if n > 7 else "stop", 0)
+                for n in range(1 + g, 1 + g + 2 * size, 2)
+            ),
             tuple(Grade(float(i % 2), "correct") for i in range(size)),
         )
         for g in range(groups)
     ]
 
 
-def make_learner(model: Path, **learner: object) -> Learner:
+def make_learner(
+    model: Path, method: str = "grpo", objective: dict[str, object] | None = None, **learner: object
+) -> Learner:
     config = Config(
+        method=method,
+        objective=ObjectiveConfig(**(objective or {})),  # type: ignore[arg-type]
         prompts_per_step=3,
         total_rollouts=12,
         checkpoint_every=12,

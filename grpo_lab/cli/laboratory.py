@@ -1,4 +1,4 @@
-"""The commands of the laboratory: equilibria of the toy model, gates on the plane, runs replayed. None loads a model."""
+"""The laboratory's commands: equilibria of the toy model, gates on the plane, runs replayed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from grpo_lab.cli.training import quiet_libraries
 from grpo_lab.errors import ConfigError, unknown_name
 
 lab = typer.Typer(
@@ -105,28 +106,37 @@ def replay(
         ORIGINALS
     ),
     step: Annotated[int | None, typer.Option(help="A step of the run. Default: the newest.")] = None,
+    parameters: Annotated[
+        bool, typer.Option("--parameters", help="Gradients by parameter: loads the nearest checkpoint's model.")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write every number to this file.")] = None,
 ) -> None:
-    """A run's saved rollouts through other objectives: loss, gradient, agreement, gate. No model is loaded."""
+    """A run's saved rollouts through other objectives: loss, gradient, agreement, gate."""
     from grpo_lab.console import Console
     from grpo_lab.lab import replay as replaying
     from grpo_lab.lab.recorded import read_step
     from grpo_lab.run_dir import RunDir
 
-    opened = RunDir.open(run)
+    opened, console = RunDir.open(run), Console()
     objectives = replaying.objectives_of(opened.config, [name for name in methods.split(",") if name])
     recorded = read_step(opened, step)
-    results = replaying.replay(recorded, objectives)
-    console = Console()
-    tokens = int(recorded.batch.tokens.completion_mask.sum())
-    console.say(
-        f"step {recorded.step} of {opened.path}: {recorded.batch.tokens.num_sequences} completions, {tokens:,} tokens"
-    )
-    console.say(
-        "gradient by token log-prob, at the log-probs each token was last trained at; >0.1: share of signal beyond |log ratio|"
-    )
+    tokens, count = int(recorded.batch.tokens.completion_mask.sum()), recorded.batch.tokens.num_sequences
+    console.say(f"step {recorded.step} of {opened.path}: {count} completions, {tokens:,} tokens")
+    if parameters:
+        quiet_libraries()
+        from grpo_lab.lab.parameters import nearest_checkpoint, replay_parameters
+
+        checkpoint = nearest_checkpoint(opened, recorded.step)
+        console.say(f"gradient by parameter, at the weights of {checkpoint.folder}")
+        results = replay_parameters(opened, checkpoint, recorded, objectives)
+    else:
+        console.say("gradient by token log-prob, at the log-probs each token was last trained at")
+        results = replaying.replay(recorded, objectives)
     for line in replaying.table(results):
         console.say(line)
+    console.say(
+        "open: share of tokens with f' >= 1/2, also by the advantage's sign; >0.1: share of signal beyond |log ratio|"
+    )
     if json_file:
         _write_json(json_file, replaying.to_json(recorded, results))
         console.say(f"numbers    {json_file}")

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -112,12 +113,16 @@ def load_checkpoint(folder: Path) -> Checkpoint:
 
 def newest_checkpoint(parent: Path) -> Checkpoint | None:
     """The newest complete, undamaged checkpoint below `parent`; damaged ones are skipped."""
+    return next(saved_checkpoints(parent), None)
+
+
+def saved_checkpoints(parent: Path) -> Iterator[Checkpoint]:
+    """Every complete, undamaged checkpoint below `parent`, newest first."""
     for folder in sorted(parent.glob(f"{PREFIX}*"), reverse=True):
         try:
-            return load_checkpoint(folder)
+            yield load_checkpoint(folder)
         except RunError:
             continue
-    return None
 
 
 def _seal(folder: Path) -> None:

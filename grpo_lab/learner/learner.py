@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,24 @@ class Learner:
                     "learner.learning_rate or use --set model.dtype=float32"
                 )
             self.optimizer.loss_scale /= 2
+
+    def with_objective(self, objective: Objective) -> Learner:
+        """This very learner (its weights and optimizer, not a copy of them) under another objective."""
+        other = copy.copy(self)
+        other._objective = objective
+        other._gate = build_gate(objective.gate, objective.gate_options, objective.level)
+        return other
+
+    def flat_gradient(self, batch: TrainBatch, advantages: Tensor, trained: Tensor) -> tuple[float, Tensor]:
+        """The loss of the whole batch and its gradient by trainable parameter, flat, on CPU; no weight moves.
+
+        `trained` [N, C] receives the current log-probs.
+        """
+        loss = self.gradient(batch, advantages, torch.arange(batch.tokens.num_sequences), trained, 0)
+        masters = self.masters.masters.values()
+        flat = torch.cat([(torch.zeros_like(m) if m.grad is None else m.grad).flatten().float().cpu() for m in masters])
+        self.optimizer.discard_gradients()
+        return loss, flat
 
     def _accumulate(self, batch: TrainBatch, advantages: Tensor, rows: Tensor, trained: Tensor) -> float:
         inputs, device = self._loss_inputs(batch, advantages, rows), self._accelerator.device

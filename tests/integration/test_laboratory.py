@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from grpo_lab.cli import main
 from grpo_lab.config_file import load_config
 from grpo_lab.console import Console
+from grpo_lab.lab.parameters import nearest_checkpoint, replay_parameters
 from grpo_lab.lab.recorded import read_step
 from grpo_lab.lab.replay import named_objective, replay
 from grpo_lab.objective import gates
@@ -160,3 +162,26 @@ def test_dynamic_sampling_and_overlong_penalty_in_training(tiny_config: Path) ->
         assert row["reward/zero_std_groups"] == row["rollouts/unmixed_groups"] / 2
         assert -1 <= row["reward/overlong_penalty"] <= 0
         assert 0 < row["correction/mean"] <= 2 and row["correction/zero"] == 0
+
+
+def test_parameter_gradients_follow_from_token_gradients(run: RunDir) -> None:
+    """By the chain rule: dL/dtheta = sum over tokens of dL/dlogprob * dlogprob/dtheta, with plain transformers."""
+    from transformers import AutoModelForCausalLM
+
+    recorded = read_step(run, 2)
+    checkpoint = nearest_checkpoint(run, 2)
+    names = {"own": resolve(run.config), "sapo": named_objective(run.config, "sapo")}
+    results = replay_parameters(run, checkpoint, recorded, names)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.float32).eval()
+    tokens = recorded.batch.tokens
+    logits = model(tokens.input_ids, attention_mask=tokens.attention_mask).logits.log_softmax(-1)
+    at = logits[torch.arange(len(logits)).unsqueeze(1), tokens.predict_from]
+    logprobs = at.gather(2, tokens.completion_ids.unsqueeze(2))[..., 0] * tokens.completion_mask
+    here = replay(replace(recorded, trained_logprobs=logprobs.detach()), names)
+    for result, by_token in zip(results, here, strict=True):
+        assert result.loss == pytest.approx(by_token.loss, abs=1e-5)
+        assert result.record["gate/mean"] == pytest.approx(by_token.record["gate/mean"], abs=1e-4)
+        weight = by_token.gradient.view_as(logprobs)
+        wanted = torch.autograd.grad((logprobs * weight).sum(), list(model.parameters()), retain_graph=True)
+        flat = torch.cat([g.flatten() for g in wanted])
+        assert torch.linalg.vector_norm(result.gradient - flat) < 1e-3 * flat.norm()

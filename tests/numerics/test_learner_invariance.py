@@ -35,12 +35,16 @@ def test_logprobs_equal_plain_transformers(tiny_model: Path, share_prompt: bool)
             assert row[len(wanted) :].abs().max() == 0 if len(row) > len(wanted) else True
 
 
-def gradients(model: Path, groups: list[RolloutGroup], **learner: object) -> dict[str, torch.Tensor]:
-    built = make_learner(model, **learner)
+def gradients(
+    model: Path, groups: list[RolloutGroup], rows: torch.Tensor | None = None, **learner: object
+) -> dict[str, torch.Tensor]:
+    """The gradient by parameter; `rows` says which advantage each sequence has, when the groups come in another order."""
+    built = make_learner(model, **learner)  # type: ignore[arg-type]
     batch = built.annotate(collate(groups))
     batch = replace(batch, old_logprobs=batch.old_logprobs - 0.1 * batch.tokens.completion_mask)
-    advantages = torch.linspace(-1, 1, batch.tokens.num_sequences)
-    built.gradient(batch, advantages, torch.arange(batch.tokens.num_sequences), batch.old_logprobs.clone(), 0)
+    everything = torch.arange(batch.tokens.num_sequences)
+    advantages = torch.linspace(-1, 1, len(everything))[everything if rows is None else rows]
+    built.gradient(batch, advantages, everything, batch.old_logprobs.clone(), 0)
     return {name: parameter.grad.clone() for name, parameter in built.policy.trainable().items()}  # type: ignore[union-attr]
 
 
@@ -58,6 +62,29 @@ def test_gradient_does_not_depend_on_batching(tiny_model: Path, learner: dict[st
     assert size > 0
     for name in wanted:
         assert (wanted[name] - got[name]).norm() / size < 1e-5, name
+
+
+@pytest.mark.parametrize("method, objective", [
+    ("gspo", {}),
+    ("gmpo", {"aggregate": "sequence_mean"}),
+    ("gspo_token", {"kl": "loss_k2_sequence", "aggregate": "token_mean"}),
+    ("luspo", {"correction": "mis_sequence", "correction_options": {"low": 1e-3, "high": 1e3}}),
+    ("cispo", {"correction": "m2po", "correction_options": {"limit": 0.02}, "mask_truncated": True}),
+    ("dppo_tv", {"advantage": "batch_zscore", "kl": "loss_k3_is", "aggregate": "sequence_sum"}),
+])  # fmt: skip
+def test_no_objective_depends_on_splits_or_order(tiny_model: Path, method: str, objective: dict[str, object]) -> None:
+    """Micro-batches of other sizes and the groups in another order leave the gradient of every level and correction."""
+    groups = make_groups()
+    wanted = gradients(tiny_model, groups, method=method, objective=objective, microbatch_tokens=10_000)
+    size = torch.cat([g.flatten() for g in wanted.values()]).norm()
+    assert size > 0
+    order = [2, 0, 1]
+    rows = torch.arange(12).view(3, 4)[order].flatten()
+    for got in (
+        gradients(tiny_model, groups, method=method, objective=objective, microbatch_tokens=40),
+        gradients(tiny_model, [groups[i] for i in order], rows, method=method, objective=objective, share_prompt=False),
+    ):
+        assert max(float((wanted[name] - got[name]).norm() / size) for name in wanted) < 1e-5
 
 
 def test_gradient_equals_plain_torch(tiny_model: Path) -> None:
