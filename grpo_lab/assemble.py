@@ -44,6 +44,11 @@ class Parts:
         """The policy under evaluation: temperature 1, top-p 1 (THEORY C.1)."""
         return replace(self.sampling, temperature=1.0, top_p=1.0)
 
+    @property
+    def largest_reward(self) -> float:
+        """The most this task pays for a completion; 1 unless the task says otherwise."""
+        return float(getattr(self.task, "largest_reward", 1.0))
+
     def push_weights(self, version: int) -> None:
         """Send the learner's weights to the engine, stamped `version`."""
         export_weights(self.learner.policy, self.weights_dir)

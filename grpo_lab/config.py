@@ -105,6 +105,7 @@ class EvaluationConfig(_Section):
     enabled: bool = True
     problems: int = Field(500, ge=2)
     samples: int = Field(8, ge=2)
+    bank_dir: str | None = None  # where runs share the reference's samples; null = each run its own
 
 
 class TrackingConfig(_Section):

@@ -20,6 +20,8 @@ FREE_ON_RESUME = {
     "total_rollouts",
     "rollout.weights_dir",
     "rollout.mismatch_limit",
+    "evaluation.enabled",
+    "evaluation.bank_dir",
 }
 
 

@@ -14,7 +14,7 @@ from grpo_lab.config import Config
 from grpo_lab.config_file import changed_keys
 from grpo_lab.console import Console
 from grpo_lab.errors import ConfigError, RunError
-from grpo_lab.evaluation.bank import ReferenceBank, reference_bank
+from grpo_lab.evaluation.bank import ReferenceBank, run_bank
 from grpo_lab.evaluation.report import draw_run, evaluate_run, evaluation_table, is_evaluated
 from grpo_lab.learner.checkpoint import Checkpoint, Progress, newest_checkpoint, save_checkpoint
 from grpo_lab.learner.collate import collate
@@ -146,7 +146,7 @@ def _collect(parts: Parts, step: int) -> tuple[list[RolloutGroup], dict[str, flo
 def _bank(parts: Parts, run: RunDir, console: Console) -> ReferenceBank:
     settings = parts.config.evaluation
     console.say(f"reference  {settings.problems} held-out problems x {settings.samples} samples, for the floor")
-    return reference_bank(parts, run.evaluations)
+    return run_bank(parts, run.evaluations)
 
 
 def _is_milestone(config: Config, progress: Progress) -> bool:

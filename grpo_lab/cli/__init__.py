@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from grpo_lab.cli import laboratory, training
+from grpo_lab.cli import laboratory, sweeping, training
 from grpo_lab.errors import UserError
 
 app = typer.Typer(
@@ -19,6 +19,8 @@ app = typer.Typer(
 )
 app.command()(training.train)
 app.command("list")(training.list_names)
+app.command()(sweeping.sweep)
+app.command()(sweeping.report)
 app.command()(laboratory.replay)
 app.add_typer(training.evaluate, name="eval")
 app.add_typer(laboratory.lab, name="lab")

@@ -84,6 +84,45 @@ def eval_checkpoint(
     evaluate_checkpoint(path, loaded, Console(), json_file)
 
 
+@evaluate.command("floor")
+def eval_floor(
+    config: ConfigFile = None,
+    prompts: Annotated[int, typer.Option(min=2, help="Held-out problems.")] = 64,
+    candidates: Annotated[int, typer.Option(min=2, help="Samples of the reference for each.")] = 24,
+    temperature: Annotated[
+        float, typer.Option(min=1e-3, help="Of the candidates; the consistent estimator has 1.")
+    ] = 0.8,
+    top_p: Annotated[
+        float, typer.Option(min=1e-3, max=1.0, help="Of the candidates; the consistent estimator has 1.")
+    ] = 0.95,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Length limit; default: the config's.")] = None,
+    beta: Annotated[
+        list[float] | None, typer.Option(help="Repeat for more. Default: 0.01, 0.02, 0.05, 0.1, 0.2.")
+    ] = None,
+    set_: Overrides = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for banks, numbers and figures.")] = Path(
+        "floor"
+    ),
+) -> None:
+    """The Gibbs floor of the reference alone: candidates under every weighting, beside the consistent estimator."""
+    from grpo_lab.console import Console
+
+    betas = tuple(beta or (0.01, 0.02, 0.05, 0.1, 0.2))
+    if min(betas) <= 0:
+        raise ConfigError(f"--beta {min(betas):g}: a temperature is greater than 0")
+    loaded = load_config(config, [*(set_ or []), *_given(("rollout.max_new_tokens", max_tokens))])
+    if loaded.data.heldout_problems < prompts:
+        raise ConfigError(
+            f"--prompts {prompts}, but data.heldout_problems={loaded.data.heldout_problems} are held out: ask for fewer, or "
+            f"--set data.heldout_problems={prompts}"
+        )
+    quiet_libraries()
+    from grpo_lab.evaluation.floor_study import Protocol, floor_study
+
+    output.mkdir(parents=True, exist_ok=True)
+    floor_study(loaded, Protocol(prompts, candidates, temperature, top_p), betas, output, Console())
+
+
 def list_names() -> None:
     """The methods and every gate, task and engine that can be named in a config."""
     from grpo_lab.methods import METHODS

@@ -5,19 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_lab.config import Config
+from grpo_lab.config import Config, expand_path
 from grpo_lab.errors import RunError
 from grpo_lab.records import read_groups, write_groups
-from grpo_lab.types import RolloutGroup
+from grpo_lab.types import RolloutGroup, Sampling
 
 if TYPE_CHECKING:
     from grpo_lab.assemble import Parts
 
-FILE = "reference_bank.parquet"
+FORMAT = 1  # of what is sampled and how it is graded; a new number makes old banks unusable
 PURPOSE = ("evaluation",)  # every evaluation draws with the same seeds, so that checkpoints are compared pairwise
 
 
@@ -34,40 +34,57 @@ class ReferenceBank:
         return [list(group.rewards) for group in self.groups]
 
 
-def fingerprint(config: Config, problem_ids: Sequence[str]) -> str:
-    """sha256 over everything the samples depend on: model, data, sampling limits, seed, problems and their number."""
+def fingerprint(config: Config, problem_ids: Sequence[str], sampling: Sampling, samples: int) -> str:
+    """sha256 over everything the samples depend on: model, data, sampling, seed, problems and their number, code format."""
     parts = {
+        "format": FORMAT,
         "model": config.model.model_dump(include={"name", "revision", "dtype"}),
         "data": config.data.model_dump(mode="json"),
-        "max_new_tokens": config.rollout.max_new_tokens,
+        "sampling": asdict(sampling),
         "engine": config.rollout.engine,
         "seed": config.seed,
-        "samples": config.evaluation.samples,
+        "samples": samples,
         "problems": list(problem_ids),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def reference_bank(parts: Parts, folder: Path | None) -> ReferenceBank:
-    """The bank of `folder`, or a new one written there (kept in memory without a folder).
+def run_bank(parts: Parts, folder: Path | None) -> ReferenceBank:
+    """The bank of a run's evaluations, in the run's folder; in `evaluation.bank_dir` runs of equal settings share it."""
+    settings = parts.config.evaluation
+    shared = Path(expand_path(settings.bank_dir)) if settings.bank_dir and folder else None
+    return reference_bank(
+        parts,
+        shared or folder,
+        settings.problems,
+        settings.samples,
+        parts.evaluation_sampling,
+        shared=shared is not None,
+    )
 
-    A new one is sampled now, so the engine must hold the reference's weights: ask before the first push.
+
+def reference_bank(
+    parts: Parts, folder: Path | None, problems: int, samples: int, sampling: Sampling, shared: bool = False
+) -> ReferenceBank:
+    """The bank in `folder`, or a new one written there (kept in memory without a folder).
+
+    A new one is sampled now, so the engine must hold the reference's weights: ask before the first push. A `shared` folder
+    holds banks of several settings side by side, named by their fingerprints.
 
     Raises RunError when a bank of other settings lies in the folder: floors of different banks are not comparable.
     """
-    config = parts.config
-    problems = parts.task.heldout[: config.evaluation.problems]
-    expected = fingerprint(config, [problem.id for problem in problems])
-    path = folder / FILE if folder else None
+    chosen = parts.task.heldout[:problems]
+    expected = fingerprint(parts.config, [problem.id for problem in chosen], sampling, samples)
+    path = folder / f"reference_bank{f'-{expected[:12]}' if shared else ''}.parquet" if folder else None
     if path and path.is_file():
         groups, metadata = read_groups(path)
         if metadata.get("fingerprint") != expected:
             raise RunError(
                 f"{path} was drawn with other settings (model, data, sampling, seed, problems or samples); evaluate with the "
-                "run's own settings, or move the file away to draw a new bank"
+                "settings it was drawn with, or move the file away to draw a new bank"
             )
         return ReferenceBank(tuple(groups), expected)
-    sampled = parts.collector.collect(problems, config.evaluation.samples, parts.evaluation_sampling, PURPOSE)
+    sampled = parts.collector.collect(chosen, samples, sampling, PURPOSE)
     if path:
         write_groups(path, sampled, {"fingerprint": expected})
     return ReferenceBank(tuple(sampled), expected)

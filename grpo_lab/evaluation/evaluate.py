@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grpo_lab.evaluation.bank import ReferenceBank
+from grpo_lab.evaluation.landscape import Landscape, landscape
 from grpo_lab.learner.collate import collate
 from grpo_lab.learner.learner import Learner
-from grpo_lab.thermo.binary import frontier
 from grpo_lab.thermo.floor import FloorBracket, PolicyFloor, bracket, policy_side
-from grpo_lab.thermo.gap import GapSplit, gap_from_returns, smoothed, split_gap
-from grpo_lab.thermo.statistics import Estimate, clustered, paired_difference, pass_at
+from grpo_lab.thermo.gap import GapSplit, IdentityCheck, gap_from_returns, identity_check, smoothed, split_gap
+from grpo_lab.thermo.statistics import Estimate, bootstrap_interval, clustered, paired_difference, pass_at
 from grpo_lab.types import RolloutGroup
 
 Array = NDArray[np.float64]
@@ -25,8 +25,9 @@ Array = NDArray[np.float64]
 class Evaluation:
     """One policy on the held-out problems. KL is per sequence in nats; `kl` is k1, `kl_rao_blackwell` sums the vocabulary.
 
-    `against_reference` is F - F_ref, paired by problem. `frontier` lists KL and reward of the Gibbs policies.
-    `gap_split` is None unless the reward is binary.
+    `against_reference` is F - F_ref, paired by problem; `free_energy_interval` is a 95 % bootstrap over problems. `landscape`
+    is the floor and the Gibbs policies over temperatures. `gap_split` and `landscape` are None unless the reward is binary,
+    `identity` where no problem has different rewards.
     """
 
     rollouts: int
@@ -37,14 +38,16 @@ class Evaluation:
     kl: Estimate
     kl_rao_blackwell: Estimate
     free_energy: Estimate
+    free_energy_interval: tuple[float, float]
     reference_reward: Estimate
     against_reference: Estimate
     floor: FloorBracket
     policy_floor: PolicyFloor
     gap_split: GapSplit | None
     gap_from_returns: float
-    frontier: dict[str, list[float]]
-    pass_at_samples: float
+    identity: IdentityCheck | None
+    landscape: Landscape | None
+    pass_at: dict[str, float]
     truncated: float
     unparsable: float
     entropy: float
@@ -67,9 +70,17 @@ class Evaluation:
 
 
 def measure(
-    learner: Learner, groups: Sequence[RolloutGroup], bank: ReferenceBank, beta: float, rollouts: int
+    learner: Learner,
+    groups: Sequence[RolloutGroup],
+    bank: ReferenceBank,
+    beta: float,
+    rollouts: int,
+    largest_reward: float = 1.0,
 ) -> Evaluation:
-    """The evaluation of the learner's policy from `groups` it sampled, against the bank of the same problems."""
+    """The evaluation of the learner's policy from `groups` it sampled, against the bank of the same problems.
+
+    `largest_reward` is the most the task pays; the lower end of the floor bracket is a bound for rewards up to it.
+    """
     tokens = collate(groups)
     shape = (len(groups), tokens.group_size)
     statistics = learner.statistics(tokens)
@@ -77,7 +88,9 @@ def measure(
     log_ratios = (statistics.logprobs - statistics.ref_logprobs).double().sum(dim=1).numpy().reshape(shape)
     full_kl = statistics.full_kl.double().sum(dim=1).numpy().reshape(shape)
     reference = np.asarray(bank.rewards, dtype=np.float64)
+    binary = bool(np.isin(rewards, (0.0, 1.0)).all() and np.isin(reference, (0.0, 1.0)).all())
     grades = [grade for group in groups for grade in group.grades]
+    free_energies = beta * log_ratios - rewards
     return Evaluation(
         rollouts=rollouts,
         beta=beta,
@@ -86,15 +99,17 @@ def measure(
         reward=clustered(rewards),
         kl=clustered(log_ratios),
         kl_rao_blackwell=clustered(full_kl),
-        free_energy=clustered(beta * log_ratios - rewards),
+        free_energy=clustered(free_energies),
+        free_energy_interval=bootstrap_interval(free_energies),
         reference_reward=clustered(reference),
-        against_reference=paired_difference(beta * log_ratios - rewards, -reference),
-        floor=bracket(reference, beta, largest=_largest_reward(rewards, reference)),
+        against_reference=paired_difference(free_energies, -reference),
+        floor=bracket(reference, beta, largest=largest_reward),
         policy_floor=policy_side(rewards, log_ratios, beta),
-        gap_split=_gap_split(rewards, reference, full_kl, beta),
+        gap_split=_gap_split(rewards, reference, full_kl, beta) if binary else None,
         gap_from_returns=gap_from_returns(rewards, log_ratios, beta),
-        frontier=_frontier(reference),
-        pass_at_samples=pass_at((rewards > 0).sum(axis=1), shape[1], shape[1]),
+        identity=identity_check(rewards, log_ratios, beta),
+        landscape=landscape(reference) if binary else None,
+        pass_at={str(k): pass_at((rewards > 0).sum(axis=1), shape[1], k) for k in _powers_of_two(shape[1])},
         truncated=sum(grade.outcome == "truncated" for grade in grades) / len(grades),
         unparsable=sum(grade.outcome == "unparsable" for grade in grades) / len(grades),
         entropy=float(statistics.entropy.sum() / tokens.completion_mask.sum()),
@@ -102,24 +117,11 @@ def measure(
     )
 
 
-def _frontier(reference: Array) -> dict[str, list[float]]:
-    """KL and reward of the Gibbs policies from cold to hot, on smoothed success rates of the bank."""
-    p = smoothed((reference > 0).sum(axis=1), reference.shape[1])
-    kl, reward = frontier(p, np.geomspace(0.02, 20, 80))
-    return {"kl": kl.tolist(), "reward": reward.tolist()}
+def _powers_of_two(most: int) -> list[int]:
+    """1, 2, 4, ... and `most` itself."""
+    return sorted({*(2**n for n in range(most.bit_length()) if 2**n <= most), most})
 
 
-def _is_binary(*rewards: Array) -> bool:
-    return all(np.isin(values, (0.0, 1.0)).all() for values in rewards)
-
-
-def _largest_reward(*rewards: Array) -> float:
-    """1 for binary rewards; otherwise the greatest seen, since a task may pay more."""
-    return 1.0 if _is_binary(*rewards) else max(1.0, *(float(values.max()) for values in rewards))
-
-
-def _gap_split(rewards: Array, reference: Array, kl: Array, beta: float) -> GapSplit | None:
-    if not _is_binary(rewards, reference):
-        return None
+def _gap_split(rewards: Array, reference: Array, kl: Array, beta: float) -> GapSplit:
     p = smoothed(reference.sum(axis=1), reference.shape[1])
     return split_gap(rewards.mean(axis=1), p, kl.mean(axis=1), beta)

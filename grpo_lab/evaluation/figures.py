@@ -1,4 +1,4 @@
-"""Kept evaluations -> figures, PNG and SVG: free energy, reward and KL, the reward-KL frontier, the gap taken apart."""
+"""Kept evaluations -> figures, PNG and SVG: free energy, reward and KL, frontier, landscape over beta, the gap taken apart."""
 
 from __future__ import annotations
 
@@ -19,12 +19,33 @@ Rows = Sequence[dict[str, Any]]
 def draw_curves(rows: Rows, folder: Path) -> list[Path]:
     """Draw every figure of a run's evaluations (`Evaluation.to_json` each) into `folder`; returns the files.
 
-    `rows` is in order of rollouts and not empty. `gap_split` is drawn only where every row has one (binary rewards).
+    `rows` is in order of rollouts and not empty. What needs a binary reward is drawn only where every row has it.
     """
-    figures = {"free_energy": _free_energy(rows), "reward_kl": _reward_kl(rows), "frontier": _frontier(rows)}
+    figures = {"free_energy": _free_energy(rows), "reward_kl": _reward_kl(rows)}
+    if all(row["landscape"] for row in rows):
+        figures |= {"frontier": _frontier(rows), "landscape": _landscape(rows)}
     if all(row["gap_split"] for row in rows):
         figures["gap_split"] = _gap_split(rows)
     return [path for name, figure in figures.items() for path in save(figure, folder / name)]
+
+
+def draw_training(metrics: Rows, folder: Path) -> list[Path]:
+    """Reward, KL, F and the gate's opening of the training batches (lines of metrics.jsonl, not empty), by rollouts."""
+    figure = Figure(figsize=(6.4, 5.6), layout="constrained")
+    x = [row["rollouts/total"] for row in metrics]
+    panels = (
+        ("reward/mean", "reward", BLUE),
+        ("policy/kl_ref", "KL (nats)", ORANGE),
+        ("gate/open_fraction", "gate open", GREEN),
+    )
+    every = figure.subplots(3, 1, sharex=True)
+    for axes, (key, label, color) in zip(every, panels, strict=True):
+        axes.plot(x, [row[key] for row in metrics], color=color, lw=1.4, marker="o" if len(x) < 40 else "", ms=3)
+        axes.set_ylabel(label)
+    every[0].set_title("Training batches")
+    every[-1].set_xlabel("rollouts")
+    every[-1].xaxis.set_major_formatter(THOUSANDS)
+    return save(figure, folder / "training")
 
 
 def _free_energy(rows: Rows) -> Figure:
@@ -59,7 +80,7 @@ def _frontier(rows: Rows) -> Figure:
     """Where the Gibbs policies of every temperature lie: no policy has more reward for its KL."""
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.add_subplot()
-    frontier = rows[0]["frontier"]
+    frontier = rows[0]["landscape"]
     axes.plot(frontier["kl"], frontier["reward"], color=ORANGE, lw=1.8, label="Gibbs policies of all β (from the bank)")
     x, y = [row["kl"]["mean"] for row in rows], [row["reward"]["mean"] for row in rows]
     axes.plot(x, y, color=BLUE, marker="o", ms=5, lw=1, label="checkpoints, by rollouts")
@@ -73,6 +94,47 @@ def _frontier(rows: Rows) -> Figure:
         label = f"{row['rollouts']:,}"
         axes.annotate(label, (kl, reward), xytext=offset, textcoords="offset points", fontsize=8, color=BLUE)
     return figure
+
+
+def _landscape(rows: Rows) -> Figure:
+    """F against beta: the floor's bracket, the reference, the last checkpoint; below, where the Gibbs policy changes most."""
+    figure = Figure(figsize=(6.4, 5.6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    draw_landscape(top, bottom, rows[0]["landscape"], rows[0]["reference_reward"]["mean"], rows[0]["beta"])
+    betas, last = np.array(rows[0]["landscape"]["beta"]), rows[-1]
+    energy = betas * last["kl"]["mean"] - last["reward"]["mean"]
+    shown = energy < 0.15
+    top.plot(
+        betas[shown], energy[shown], color=BLUE, lw=1.5, label=f"policy at {last['rollouts']:,} rollouts, −E[r] + β KL"
+    )
+    legend_below(figure, columns=2)
+    return figure
+
+
+def draw_landscape(
+    top: Any, bottom: Any, landscape: dict[str, list[float]], reference: float, beta: float | None
+) -> None:
+    """The floor bracket and F of the reference on `top`, the heat capacity on `bottom`, over a logarithmic beta."""
+    betas = landscape["beta"]
+    top.fill_between(
+        betas,
+        landscape["floor_lower"],
+        landscape["floor_upper"],
+        color=ORANGE,
+        alpha=0.3,
+        lw=1,
+        label="Gibbs floor F*, bracket",
+    )
+    top.axhline(-reference, color=GREY, ls="--", lw=1.2, label="reference, F = −E[r]")
+    bottom.plot(betas, landscape["heat_capacity"], color=ORANGE, lw=1.5)
+    for axes in (top, bottom):
+        axes.set_xscale("log")
+        if beta is not None:
+            axes.axvline(beta, color=GREY, lw=0.8, ls=":")
+    top.set(ylabel="free energy F (reward units)", title="Free-energy landscape over β")
+    bottom.set(
+        xlabel="β" + (f" (dotted: this run's {beta:g})" if beta is not None else ""), ylabel="heat capacity\nVar(r)/β²"
+    )
 
 
 def _gap_split(rows: Rows) -> Figure:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_lab.config import Config
 from grpo_lab.errors import RunError
-from grpo_lab.evaluation.bank import PURPOSE, ReferenceBank, reference_bank
+from grpo_lab.evaluation.bank import PURPOSE, ReferenceBank, run_bank
 from grpo_lab.evaluation.evaluate import Evaluation, measure
 from grpo_lab.evaluation.figures import draw_curves
 from grpo_lab.learner.checkpoint import load_checkpoint
@@ -29,7 +29,7 @@ def evaluate_run(parts: Parts, run: RunDir, bank: ReferenceBank, rollouts: int) 
     """
     path = run.evaluations / f"rollouts_{rollouts:08d}.json"
     groups = bank.groups if rollouts == 0 else sample(parts)
-    evaluation = measure(parts.learner, groups, bank, parts.config.beta, rollouts)
+    evaluation = measure(parts.learner, groups, bank, parts.config.beta, rollouts, parts.largest_reward)
     run.evaluations.mkdir(exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(evaluation.to_json(), indent=1))
@@ -63,7 +63,9 @@ def evaluate_checkpoint(path: Path, config: Config, console: Console, json_file:
         parts.push_weights(1)
         console.say(f"evaluating {path}: {config.evaluation.problems} problems x {config.evaluation.samples} samples")
         groups = sample(parts)
-        evaluation = measure(parts.learner, groups, bank, config.beta, checkpoint.progress.rollouts)
+        evaluation = measure(
+            parts.learner, groups, bank, config.beta, checkpoint.progress.rollouts, parts.largest_reward
+        )
     finally:
         parts.close()
     for line in evaluation_lines(evaluation):
@@ -78,12 +80,12 @@ def _bank_of(path: Path, parts: Parts, console: Console) -> ReferenceBank:
     folder = path.resolve().parent.parent / "evaluations"
     if folder.is_dir():
         try:
-            return reference_bank(parts, folder)
+            return run_bank(parts, folder)
         except RunError:
             console.say(
                 "note       the run's bank was drawn with other settings; drawing a new one for this evaluation"
             )
-    return reference_bank(parts, None)
+    return run_bank(parts, None)
 
 
 def evaluation_lines(e: Evaluation) -> list[str]:
@@ -93,22 +95,43 @@ def evaluation_lines(e: Evaluation) -> list[str]:
     lines = [
         f"E[r]       {e.reward}   reference {e.reference_reward}",
         f"KL         {e.kl} nats per sequence (k1);  {e.kl_rao_blackwell} (Rao-Blackwell)",
-        f"F          {e.free_energy}   at beta {e.beta:g};  F - F_ref {e.against_reference} (paired)",
+        f"F          {e.free_energy}   at beta {e.beta:g}, 95 % bootstrap [{e.free_energy_interval[0]:+.3f}, "
+        f"{e.free_energy_interval[1]:+.3f}];  F - F_ref {e.against_reference} (paired)",
         f"floor F*   {bound}   {e.samples} reference samples a problem, {e.floor.no_success:.0%} unsolved",
         f"           {e.policy_floor.floor}   from the policy's samples (ESS {e.policy_floor.ess:.1f} of {e.samples})",
         f"gap F-F*   {gap};  Var(R)/2beta {e.gap_from_returns:.4f}",
     ]  # fmt: skip
     if e.gap_split:
         lines.append(f"           = wasted KL {e.gap_split.wasted:.4f} + wrong tilt {e.gap_split.tilt:.4f}")
-    if e.free_energy.mean + 3 * e.free_energy.se < e.floor.lower.mean - 3 * e.floor.lower.se:
+    if e.identity:
         lines.append(
-            "ALARM      F lies below the floor beyond its error: sampler and learner differ, or the bank is of another task"
+            f"identity   beta l = {e.identity.slope:.3f} r + const within problems (1 at the Gibbs policy), "
+            f"R^2 {e.identity.r_squared:.3f}"
         )
+    lines += _alarms(e)
+    passes = ", ".join(f"pass@{k} {value:.3f}" for k, value in e.pass_at.items())
     lines.append(
-        f"samples    truncated {e.truncated:.1%}, unparsable {e.unparsable:.1%}, {e.length:.1f} tokens, "
-        f"entropy {e.entropy:.3f} nats/token, pass@{e.samples} {e.pass_at_samples:.3f}"
+        f"samples    {passes}; truncated {e.truncated:.1%}, unparsable {e.unparsable:.1%}, {e.length:.1f} tokens, "
+        f"entropy {e.entropy:.3f} nats/token"
     )
     return lines
+
+
+def _alarms(e: Evaluation) -> list[str]:
+    """Results that cannot be: shown, never clipped away."""
+    alarms = []
+    error = 3 * (e.free_energy.se**2 + e.floor.lower.se**2) ** 0.5
+    if e.free_energy.mean < e.floor.lower.mean - error:
+        alarms.append(
+            "ALARM      F lies below the floor by more than three errors, which no policy can: sampler and learner may differ "
+            "(rollout/mismatch_mean), or the bank may be of another task or sampling"
+        )
+    if e.kl_rao_blackwell.mean > 0.01 and abs(e.kl.mean - e.kl_rao_blackwell.mean) > 4 * e.kl.se + 0.01:
+        alarms.append(
+            f"ALARM      the two KL estimates differ by {e.kl.mean - e.kl_rao_blackwell.mean:+.3f} nats: the samples are not "
+            "the learner's (bf16 rounding of the sampler is the usual cause); trust Rao-Blackwell"
+        )
+    return alarms
 
 
 def read_evaluations(run: RunDir) -> list[dict[str, Any]]:

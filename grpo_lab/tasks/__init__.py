@@ -17,7 +17,10 @@ __all__ = ["TaskProtocol", "load_task", "problems_for_step"]
 
 
 class TaskProtocol(Protocol):
-    """What the trainer asks of a task. `train` and `heldout` are disjoint and depend on `data` alone."""
+    """What the trainer asks of a task. `train` and `heldout` are disjoint and depend on `data` alone.
+
+    A task that pays more than 1 says so in an attribute `largest_reward`: the floor is a bound for rewards up to it.
+    """
 
     train: Sequence[Problem]
     heldout: Sequence[Problem]

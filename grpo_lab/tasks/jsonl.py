@@ -27,12 +27,14 @@ class JsonlOptions(Options):
     """`data.options` of this task.
 
     `reward` = "package.module:function", f(problem, text) -> float, replaces `grading`; a reward of 1 or more counts as
-    "correct". Completions that hit the length limit get `truncated_reward` instead: give the lowest of your range.
+    "correct". Completions that hit the length limit get `truncated_reward` instead: give the lowest of your range. A reward
+    above `largest_reward` is refused, since the floor is computed for rewards up to it.
     """
 
     grading: Literal["strict", "flexible", "exact"] = "strict"
     reward: str | None = Field(None, pattern=r"^\w+(\.\w+)*:\w+$")
     truncated_reward: float = 0.0
+    largest_reward: float = Field(1.0, gt=0)
 
 
 class Task:
@@ -40,6 +42,7 @@ class Task:
 
     def __init__(self, data: DataConfig) -> None:
         self._options = read_options(JsonlOptions, data)
+        self.largest_reward = self._options.largest_reward
         if data.path is None:
             raise ConfigError(
                 "task 'jsonl' needs data.path: a jsonl file of your problems, or a folder with train.jsonl"
@@ -66,6 +69,11 @@ class Task:
         if not math.isfinite(value):
             raise RunError(
                 f"reward {self._options.reward!r} gave {reward!r} for problem {problem.id!r}; return a finite number"
+            )
+        if value > self.largest_reward:
+            raise RunError(
+                f"reward {self._options.reward!r} gave {value:g} for problem {problem.id!r}, more than "
+                f"data.options.largest_reward={self.largest_reward:g}: set that to the most it can pay"
             )
         return Grade(value, "correct" if value >= 1 else "wrong")
 

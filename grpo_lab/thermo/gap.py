@@ -51,6 +51,33 @@ def gap_from_returns(rewards: Array, log_ratios: Array, beta: float) -> float:
     return float(returns.var(axis=1, ddof=1).mean() / (2 * beta))
 
 
+@dataclass(frozen=True)
+class IdentityCheck:
+    """The regression of beta l on r within prompts: slope 1 and r_squared 1 at the Gibbs policy, where beta l = r - beta log Z.
+
+    A slope below 1 is a policy too near the reference for its rewards, above 1 one too far; `samples` took part.
+    """
+
+    slope: float
+    r_squared: float
+    samples: int
+
+
+def identity_check(rewards: Array, log_ratios: Array, beta: float) -> IdentityCheck | None:
+    """Least squares of beta l on r over samples [N, K], both centred by prompt; None where no prompt has different rewards.
+
+    Source: the closed form behind DPO (Rafailov et al. 2305.18290, eq. 5) taken as a test.
+    """
+    mixed = rewards.max(axis=1) > rewards.min(axis=1)
+    if not mixed.any():
+        return None
+    x = (rewards - rewards.mean(axis=1, keepdims=True))[mixed]
+    y = beta * (log_ratios - log_ratios.mean(axis=1, keepdims=True))[mixed]
+    slope = float((x * y).sum() / (x * x).sum())
+    total = float((y * y).sum())
+    return IdentityCheck(slope, slope**2 * float((x * x).sum()) / total if total > 0 else 0.0, int(x.size))
+
+
 def discrete_gibbs(reference: Array, rewards: Array, beta: float) -> tuple[Array, float]:
     """The Gibbs policy pi* ~ pi_ref e^{r / beta} over an enumerated set, and F* = -beta log Z."""
     with np.errstate(divide="ignore"):

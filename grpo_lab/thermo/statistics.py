@@ -30,6 +30,17 @@ def clustered(values: Array) -> Estimate:
     return Estimate(float(means.mean()), float(spread / np.sqrt(len(means))))
 
 
+def bootstrap_interval(values: Array, level: float = 0.95, draws: int = 2000, seed: int = 0) -> tuple[float, float]:
+    """Percentile interval of the mean over prompts, of [N] prompt values or [N, K] samples: prompts are drawn again.
+
+    The same values give the same interval: the draws come from `seed`. Source: Efron & Tibshirani 1993, ch. 13.
+    """
+    means = values.mean(axis=1) if values.ndim == 2 else values
+    chosen = np.random.default_rng(seed).integers(len(means), size=(draws, len(means)))
+    low, high = np.quantile(means[chosen].mean(axis=1), [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
 def fixed_prompts_se(samples: Array) -> float:
     """Standard error of the mean of [N, K] samples, K >= 2, when the prompts are fixed: sqrt(sum_x s_x^2 / K) / N."""
     prompts, count = samples.shape

@@ -7,7 +7,13 @@ import pytest
 
 from grpo_lab.evaluation.figures import draw_curves
 
-NAMES = ("free_energy", "frontier", "gap_split", "reward_kl")
+NAMES = ("free_energy", "frontier", "gap_split", "landscape", "reward_kl")
+
+
+LANDSCAPE = {
+    "beta": [0.02, 0.2, 2.0], "floor_lower": [-0.96, -0.7, -0.2], "floor_upper": [-0.9, -0.65, -0.19],
+    "kl": [1.8, 1.0, 0.0], "reward": [1.0, 0.8, 0.17], "heat_capacity": [0.0, 0.8, 0.1],
+}  # fmt: skip
 
 
 def estimate(mean: float) -> dict[str, float]:
@@ -24,7 +30,7 @@ def row(rollouts: int, reward: float, kl: float, binary: bool = True) -> dict[st
         "free_energy": estimate(0.05 * kl - reward),
         "reference_reward": estimate(0.17),
         "floor": {"lower": estimate(-0.93), "upper": estimate(-0.86)},
-        "frontier": {"kl": [0.0, 1.0, 1.8], "reward": [0.17, 0.8, 1.0]},
+        "landscape": LANDSCAPE if binary else None,
         "gap_split": {"wasted": 0.04 * kl, "tilt": 0.9 - reward} if binary else None,
     }
 
@@ -49,13 +55,13 @@ def test_every_figure_is_written(tmp_path: Path) -> None:
 
 def test_rewards_that_are_not_binary_have_no_gap_split(tmp_path: Path) -> None:
     stems = {path.stem for path in draw_curves([row(0, 0.2, 0.0), row(64, 1.4, 1.0, binary=False)], tmp_path)}
-    assert stems == set(NAMES) - {"gap_split"}
+    assert stems == {"free_energy", "reward_kl"}
 
 
 @pytest.mark.parametrize("count", [1, 2, 40])
 def test_any_number_of_evaluations_can_be_drawn(tmp_path: Path, count: int) -> None:
     paths = draw_curves([row(i * 64, 0.5, 0.01 * i) for i in range(count)], tmp_path)
-    assert len(paths) == 8
+    assert len(paths) == 10
 
 
 def test_crowded_checkpoints_keep_the_last_label(tmp_path: Path) -> None:

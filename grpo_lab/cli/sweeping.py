@@ -1,0 +1,86 @@
+"""The commands over several runs: sweep and report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from grpo_lab.cli.training import ConfigFile, Overrides
+from grpo_lab.errors import ConfigError
+
+
+def sweep(
+    config: ConfigFile = None,
+    method: Annotated[list[str] | None, typer.Option(help="Repeat for more. Default: the config's.")] = None,
+    recipe: Annotated[list[str] | None, typer.Option(help="Repeat for more. Default: the config's.")] = None,
+    beta: Annotated[
+        list[float] | None, typer.Option(help="Repeat for more. Default: 0.01, 0.02, 0.05, 0.1, 0.2.")
+    ] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="Repeat for more. Default: the config's.")] = None,
+    name: Annotated[str, typer.Option("--name", help="Folder of the sweep below output_dir.")] = "sweep",
+    set_: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs and what would happen to each.")] = False,
+) -> None:
+    """Every combination, one run after the other: finished ones are skipped, broken ones continued; a table at the end."""
+    from grpo_lab.config_file import load_config
+    from grpo_lab.console import Console
+    from grpo_lab.objective.axes import resolve
+    from grpo_lab.sweep import Grid, members, run_members, state_of
+
+    base, console = load_config(config, set_ or []), Console()
+    betas = tuple(beta or (0.01, 0.02, 0.05, 0.1, 0.2))
+    grid = Grid(tuple(method or [base.method]), tuple(recipe or [base.recipe]), betas, tuple(seed or [base.seed]))
+    runs = members(config, set_ or [], grid, name)
+    for member in runs:
+        resolve(member.config)
+    if dry_run:
+        for member in runs:
+            console.say(f"{state_of(member):10}  {member.path}")
+        return
+    done = run_members(runs, console)
+    from grpo_lab.evaluation import comparison
+
+    items = comparison.compared(done)
+    if items:
+        folder = runs[0].path.parent
+        for line in ("", *comparison.table(items)):
+            console.say(line)
+        rows = [dict(zip(comparison.HEAD, comparison.cells(item), strict=True)) for item in items]
+        (folder / "sweep.json").write_text(json.dumps(rows, indent=1))
+        console.say(f"numbers    {folder / 'sweep.json'}")
+        for path in comparison.draw(items, folder / "free_energy"):
+            console.say(f"figure     {path}")
+        console.say(f"next       grpo-lab report {folder}")
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs such as a sweep's.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("report.html"),
+) -> None:
+    """One self-contained HTML page: figures, tables, configs, warnings and sample completions of the runs."""
+    from grpo_lab.console import Console
+    from grpo_lab.evaluation.page import write_page
+
+    opened = [run for path in runs for run in _runs_below(path)]
+    write_page(opened, output)
+    Console().say(f"report     {output}")
+
+
+def _runs_below(path: Path) -> list[Any]:
+    from grpo_lab.run_dir import RunDir
+
+    if (path / "config.yaml").is_file() or not path.is_dir():
+        return [RunDir.open(path)]
+    found = [
+        RunDir.open(file.parent)
+        for file in sorted(path.glob("*/config.yaml"))
+        if (file.parent / "checkpoints").is_dir()
+    ]
+    if not found:
+        raise ConfigError(
+            f"{str(path)!r} holds no run: a run has config.yaml and checkpoints/; give the path train printed"
+        )
+    return found
