@@ -11,15 +11,15 @@ from typing import Any
 
 from grpo_lab.config import Config, expand_path
 from grpo_lab.errors import ConfigError
-from grpo_lab.hub import load_tokenizer, resolve_model, stop_token_ids
+from grpo_lab.hub import check_local_model, load_tokenizer, resolve_model, stop_token_ids
 from grpo_lab.learner.checkpoint import Checkpoint
 from grpo_lab.learner.learner import Learner
 from grpo_lab.learner.weights import export_weights
 from grpo_lab.objective.axes import Objective, resolve
 from grpo_lab.objective.gates import build_gate
 from grpo_lab.rollout.collect import Collector
-from grpo_lab.rollout.engines import Engine, EngineSpec, build_engine
-from grpo_lab.tasks import TaskProtocol, load_task
+from grpo_lab.rollout.engines import Engine, EngineSpec, build_engine, find_engine
+from grpo_lab.tasks import TaskProtocol, find_task, load_task
 from grpo_lab.types import Sampling
 
 _WEIGHTS_PREFIX = "grpo_lab-weights-"
@@ -61,15 +61,25 @@ class Parts:
 
 
 def check(config: Config) -> Objective:
-    """Everything that can be refused before a model loads: axes, gate options and the task's data. ConfigError says why."""
+    """What can be refused before anything loads: axes, gate, the names of engine and task, a local model's folder."""
     objective = resolve(config)
     build_gate(objective.gate, objective.gate_options, objective.level)
+    find_engine(config.rollout.engine)
+    find_task(config.data.task)
+    check_local_model(config.model)
     return objective
+
+
+def check_data(config: Config) -> None:
+    """Load local data, so that wrong options and rows are refused; data on the hub is not fetched. ConfigError says why."""
+    if config.data.path is not None or config.data.task != "gsm8k":
+        _check_task_size(config, load_task(config.data))
 
 
 def assemble(config: Config, checkpoint: Checkpoint | None = None, training: bool = True) -> Parts:
     """Load data, model and engine; the learner starts from `checkpoint` when given, with its training state if `training`."""
-    objective = check(config)
+    objective = resolve(config)
+    build_gate(objective.gate, objective.gate_options, objective.level)
     task = load_task(config.data)
     _check_task_size(config, task)
     base = resolve_model(config.model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +33,23 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), flags: Mapping
     tree = _read_yaml(path) if path is not None else {}
     for override in overrides:
         _apply_override(tree, override)
-    for key, value in (flags or {}).items():
-        if value is not None:
-            tree[key] = value
-    return build_config(tree, source=str(path) if path else "command line")
+    given = {key: value for key, value in (flags or {}).items() if value is not None}
+    tree |= given
+    typed = {override.partition("=")[0].strip() for override in overrides} | given.keys()
+    return build_config(tree, source=str(path) if path else "command line", typed=typed)
 
 
-def build_config(tree: Mapping[str, Any], source: str) -> Config:
-    """A validated Config of a plain tree; ConfigError says which key of which source is wrong."""
+def build_config(tree: Mapping[str, Any], source: str, typed: Collection[str] = ()) -> Config:
+    """A validated Config of a plain tree; ConfigError says which key of which source is wrong.
+
+    Keys in `typed` come from the command line, the others from `source`.
+    """
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {first_problem(error)}") from None
+        location = ".".join(str(part) for part in error.errors(include_url=False)[0]["loc"])
+        own = any(location == key or location.startswith(f"{key}.") for key in typed)
+        raise ConfigError(f"{'command line' if own else source}: {first_problem(error)}") from None
     check_batch_algebra(config)
     return config
 
@@ -73,9 +78,22 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML's safe loader, but a key that stands twice in one mapping is an error, not the last one's victory."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        twice = next((key for key, _ in node.value if keys.count(key.value) > 1), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {twice.value!r} stands twice", twice.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
     except OSError as error:
         raise ConfigError(f"cannot read config {str(path)!r}: {error.strerror}; give the path of a YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

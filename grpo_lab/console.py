@@ -33,6 +33,8 @@ class Console:
         self._steps = 0
         self._started = time.monotonic()
         self._first_step = 0
+        self._seen_step = False
+        self._said: set[str] = set()
 
     def say(self, text: str) -> None:
         """One plain line."""
@@ -77,6 +79,11 @@ class Console:
             f"gate open {metrics['gate/open_fraction']:.3f}  grad {metrics['policy/grad_norm']:.2f}  "
             f"mismatch {metrics['rollout/mismatch_mean']:.1e}  {metrics['perf/tokens_per_second']:.0f} tok/s{left}"
         )
+        self._seen_step = True
+        for text in batch_warnings(metrics):
+            if text not in self._said:
+                self._said.add(text)
+                self.say(f"warning    {text}")
         if self._bar:
             self._bar.update(self._task, completed=done)
 
@@ -88,13 +95,15 @@ class Console:
             f"floor [{e.floor.lower.mean:+.3f}, {e.floor.upper.mean:+.3f}]"
         )
 
-    def interrupted(self, run: RunDir, signal: str) -> None:
-        """The run stopped on request."""
-        self.close()
-        self.say(f"stopped by {signal} after a whole step; saved. Continue with: grpo-lab train --resume {run.path}")
+    def phase(self, text: str) -> None:
+        """What is being done now: beside the bar on a terminal; elsewhere a line, in the first step only."""
+        if self._bar:
+            self._bar.update(self._task, description=text)
+        elif not self._seen_step:
+            self.say(f"           {text}")
 
-    def finished(self, run: RunDir, table: Sequence[str], figures: Sequence[Path]) -> None:
-        """The closing lines: the evaluations as a table, where everything is, and what to run next."""
+    def finished(self, run: RunDir, table: Sequence[str], figures: Sequence[Path], stopped: str = "") -> None:
+        """The closing lines: the evaluations as a table, where everything is, what to run next. `stopped`: a signal's name."""
         for line in table:
             self.say(line)
         self.say(f"run          {run.path}")
@@ -105,12 +114,37 @@ class Console:
         for figure in figures:
             if figure.suffix == ".png":
                 self.say(f"figure       {figure}")
+        if stopped:
+            self.say(
+                f"stopped by {stopped} after a whole step; saved. Continue with: grpo-lab train --resume {run.path}"
+            )
 
     def close(self) -> None:
         """Give the terminal back."""
         if self._bar:
             self._bar.stop()
             self._bar = None
+
+
+def batch_warnings(metrics: Mapping[str, float]) -> list[str]:
+    """What a batch shows to be wrong with the task rather than with the training."""
+    checks = [
+        (
+            metrics["completion/unparsable"] > 0.9,
+            "more than 90 % of the completions declare no answer, so their reward is 0: ask for the form the grading wants "
+            "(`#### 18` or \\boxed{18}), or take the last number with data.options.grading=flexible",
+        ),
+        (
+            metrics["completion/truncated"] > 0.9,
+            "more than 90 % of the completions meet the length limit, so their reward is 0: raise rollout.max_new_tokens",
+        ),
+        (
+            metrics["reward/zero_std_groups"] == 1,
+            "in every group all rewards are equal: this batch says nothing about the reward; the task may be too hard or too "
+            "easy for this model",
+        ),
+    ]  # fmt: skip
+    return [text for applies, text in checks if applies]
 
 
 def describe_config(config: Config, objective: Objective) -> list[str]:

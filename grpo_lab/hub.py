@@ -14,6 +14,24 @@ def resolve_model(model: ModelConfig) -> Path:
 
     Raises ConfigError in one line when the folder holds no model or the hub cannot serve it.
     """
+    local = check_local_model(model)
+    if local:
+        return local
+    name = expand_path(model.name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=model.revision, allow_patterns=_FILES))
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0][:200]
+        raise ConfigError(
+            f"model.name={model.name!r}: the hub did not serve it ({type(error).__name__}: {reason}); check the name and "
+            "the network, or give a local folder"
+        ) from None
+
+
+def check_local_model(model: ModelConfig) -> Path | None:
+    """The folder of a local model, None for a hub id. ConfigError for a path without a model."""
     name = expand_path(model.name)
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
@@ -26,16 +44,7 @@ def resolve_model(model: ModelConfig) -> Path:
             "run `make demo-model`" if name.startswith(str(cache_folder())) else "give a folder or a hub id owner/name"
         )
         raise ConfigError(f"model.name={model.name!r}: no such folder; {hint}")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, revision=model.revision, allow_patterns=_FILES))
-    except Exception as error:
-        reason = str(error).strip().split("\n")[0][:200]
-        raise ConfigError(
-            f"model.name={model.name!r}: the hub did not serve it ({type(error).__name__}: {reason}); check the name and "
-            "the network, or give a local folder"
-        ) from None
+    return None
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:

@@ -22,7 +22,7 @@ def load(package: str, name: str, class_name: str) -> Any:
 
     Raises ConfigError when the name is unknown, the module cannot be found, or the class is missing.
     """
-    kind = class_name.lower()
+    kind = class_name.removesuffix("Impl").lower()
     if "." not in name and ":" not in name:
         if name not in names(package):
             raise unknown_name(kind, name, names(package))
@@ -34,7 +34,8 @@ def load(package: str, name: str, class_name: str) -> Any:
             raise ModuleNotFoundError(f"no module named {module_name!r}")
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"cannot import {kind} {name!r}: {error}; put its folder on PYTHONPATH") from None
+        colon = "" if ":" in name else f", and write {kind}s of other files as module:{class_name}"
+        raise ConfigError(f"cannot import {kind} {name!r}: {error}; put its folder on PYTHONPATH{colon}") from None
     if not hasattr(module, attribute):
         raise ConfigError(f"{kind} {name!r}: module {module_name} defines no {attribute!r}")
     return getattr(module, attribute)

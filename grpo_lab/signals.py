@@ -30,7 +30,10 @@ def stop_signals() -> Iterator[StopRequest]:
             os.write(2, b"stopped at once; the newest complete checkpoint is unharmed\n")
             os._exit(130)
         request.name = signal.Signals(number).name
-        os.write(2, f"\n{request.name}: finishing this step, then saving; once more exits at once\n".encode())
+        os.write(
+            2,
+            f"\n{request.name}: finishing this step, then saving (it can take minutes); once more exits at once\n".encode(),
+        )
 
     previous = {number: signal.signal(number, handle) for number in _SIGNALS}
     try:

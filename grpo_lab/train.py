@@ -15,7 +15,7 @@ from grpo_lab.config_file import changed_keys
 from grpo_lab.console import Console
 from grpo_lab.errors import ConfigError, RunError
 from grpo_lab.evaluation.bank import ReferenceBank, run_bank
-from grpo_lab.evaluation.report import draw_run, evaluate_run, evaluation_table, is_evaluated
+from grpo_lab.evaluation.report import draw_run, evaluate_run, evaluation_table, is_evaluated, sample
 from grpo_lab.learner.checkpoint import Checkpoint, Progress, newest_checkpoint, save_checkpoint
 from grpo_lab.learner.collate import collate
 from grpo_lab.learner.learner import NonFiniteError
@@ -54,7 +54,7 @@ def train(config: Config, console: Console, resume: RunDir | None = None) -> Run
         run.rewind(progress.step)
         console.started(run, config, progress)
         with Tracker(config, run) as tracker:
-            _loop(parts, run, progress, console, tracker)
+            stopped = _loop(parts, run, progress, console, tracker)
     except torch.OutOfMemoryError as error:
         raise RunError(
             f"out of GPU memory ({str(error).split('.')[0]}): lower learner.microbatch_tokens or "
@@ -63,11 +63,12 @@ def train(config: Config, console: Console, resume: RunDir | None = None) -> Run
     finally:
         parts.close()
         console.close()
-    console.finished(run, evaluation_table(run), draw_run(run))
+    console.finished(run, evaluation_table(run), draw_run(run), stopped)
     return run
 
 
-def _loop(parts: Parts, run: RunDir, progress: Progress, console: Console, tracker: Tracker) -> None:
+def _loop(parts: Parts, run: RunDir, progress: Progress, console: Console, tracker: Tracker) -> str:
+    """Steps and evaluations until the end or a stop signal; returns the signal's name, "" at the end."""
     config = parts.config
     last = newest_checkpoint(run.checkpoints)
     with stop_signals() as stop:
@@ -76,13 +77,16 @@ def _loop(parts: Parts, run: RunDir, progress: Progress, console: Console, track
         while True:
             if bank and not stop and _is_milestone(config, progress) and not is_evaluated(run, progress.rollouts):
                 console.say(f"evaluating at {progress.rollouts:,} rollouts")
-                evaluation = evaluate_run(parts, run, bank, progress.rollouts)
+                groups = bank.groups if progress.rollouts == 0 else sample(parts)  # at 0 the policy is the reference
+                if stop:  # asked to stop while sampling: the resumed run evaluates
+                    break
+                evaluation = evaluate_run(parts, run, bank, groups, progress.rollouts)
                 console.evaluation(evaluation)
                 tracker.log(evaluation.flat(), progress.rollouts)
             if progress.rollouts >= config.total_rollouts or stop:
                 break
             try:
-                progress, metrics = _step(parts, run, progress)
+                progress, metrics = _step(parts, run, progress, console)
             except NonFiniteError as error:
                 raise RunError(f"{error}; last good checkpoint: {last.folder if last else 'none yet'}") from None
             run.append_metrics(metrics)
@@ -90,16 +94,17 @@ def _loop(parts: Parts, run: RunDir, progress: Progress, console: Console, track
             console.step(metrics)
             if _is_milestone(config, progress) or stop:
                 last = save_checkpoint(run.checkpoints, parts.learner, parts.tokenizer, progress)
-        if stop:
-            console.interrupted(run, stop.name)
+        return stop.name
 
 
-def _step(parts: Parts, run: RunDir, progress: Progress) -> tuple[Progress, dict[str, float]]:
+def _step(parts: Parts, run: RunDir, progress: Progress, console: Console) -> tuple[Progress, dict[str, float]]:
     """One batch from problems to pushed weights. The numbers are the README's."""
     config, times = parts.config, dict[str, float]()
+    console.phase(f"step {progress.step + 1}: sampling {config.rollouts_per_step:,} completions")
     # 1, 2, 3. problems, G siblings of each, graded
     with _timed(times, "generate"):
         groups, sampling = _collect(parts, progress.step)
+    console.phase(f"step {progress.step + 1}: log-probs under the learner and the reference")
     # 4, 5. tensors; log-probs under the learner and the reference
     with _timed(times, "annotate"):
         batch = parts.learner.annotate(collate(groups))
@@ -107,6 +112,7 @@ def _step(parts: Parts, run: RunDir, progress: Progress) -> tuple[Progress, dict
     advantage = batch_advantages(batch, parts.objective)
     metrics = {**rollout_metrics(groups), **sampling, **batch_metrics(batch, parts.objective)}
     _check_health(metrics, config, progress)
+    console.phase(f"step {progress.step + 1}: updating")
     # 7. micro-batches -> loss -> gradient -> optimizer
     with _timed(times, "update"):
         report = parts.learner.update(batch, advantage, progress.step)

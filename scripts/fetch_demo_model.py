@@ -98,4 +98,4 @@ def sha256(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    print(demo_model())
+    print(f"model      {demo_model()}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -17,6 +17,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train GRPO-family policies and measure how far they are from the Gibbs floor F* = -beta log Z.",
 )
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and stop.")] = False,
+) -> None:
+    if version:
+        from importlib.metadata import version as installed
+
+        typer.echo(f"grpo-lab {installed('grpo-lab')}")
+        raise typer.Exit
+
+
 app.command()(training.train)
 app.command("list")(training.list_names)
 app.command()(sweeping.sweep)

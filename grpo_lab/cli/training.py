@@ -44,14 +44,18 @@ def train(
     loaded = _config_of_run(resume, config, set_, flags) if resume else load_config(config, set_ or [], flags)
     from grpo_lab.console import Console
     from grpo_lab.console import dry_run as print_dry_run
-    from grpo_lab.objective.axes import resolve
+    from grpo_lab.run_dir import RunDir
 
-    objective = resolve(loaded)
+    quiet_libraries()
     if dry_run:
+        from grpo_lab.assemble import check, check_data
+
+        if not resume:
+            RunDir.refuse_existing(loaded)
+        objective = check(loaded)
+        check_data(loaded)
         print_dry_run(Console(), loaded, objective)
         return
-    quiet_libraries()
-    from grpo_lab.run_dir import RunDir
     from grpo_lab.train import train as run_training
 
     run_training(loaded, Console(), RunDir.open(resume) if resume else None)
@@ -77,6 +81,11 @@ def eval_checkpoint(
     ]
     if config is None and not path.exists():
         raise ConfigError(f"no checkpoint at {str(path)!r}; give the folder `grpo-lab train` printed")
+    if (path / "config.yaml").is_file():
+        inside = sorted(folder.name for folder in path.glob("checkpoints/rollouts_*"))
+        raise ConfigError(
+            f"{str(path)!r} is a run, not a checkpoint; it has: {', '.join(inside) or 'none yet'} in checkpoints/"
+        )
     loaded = load_config(config, overrides) if config else _with_overrides(RunDir.open(path), overrides)
     quiet_libraries()
     from grpo_lab.evaluation.report import evaluate_checkpoint

@@ -22,13 +22,11 @@ if TYPE_CHECKING:
     from grpo_lab.console import Console
 
 
-def evaluate_run(parts: Parts, run: RunDir, bank: ReferenceBank, rollouts: int) -> Evaluation:
-    """Evaluate the policy the learner and the engine hold now, and keep the result; an existing one is read instead.
-
-    At 0 rollouts the policy is the reference, and the bank's own samples are its samples.
-    """
+def evaluate_run(
+    parts: Parts, run: RunDir, bank: ReferenceBank, groups: Sequence[RolloutGroup], rollouts: int
+) -> Evaluation:
+    """Measure the policy the learner holds now on the `groups` it sampled, and keep the result in the run."""
     path = run.evaluations / f"rollouts_{rollouts:08d}.json"
-    groups = bank.groups if rollouts == 0 else sample(parts)
     evaluation = measure(parts.learner, groups, bank, parts.config.beta, rollouts, parts.largest_reward)
     run.evaluations.mkdir(exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -99,10 +97,13 @@ def evaluation_lines(e: Evaluation) -> list[str]:
         f"{e.free_energy_interval[1]:+.3f}];  F - F_ref {e.against_reference} (paired)",
         f"floor F*   {bound}   {e.samples} reference samples a problem, {e.floor.no_success:.0%} unsolved",
         f"           {e.policy_floor.floor}   from the policy's samples (ESS {e.policy_floor.ess:.1f} of {e.samples})",
-        f"gap F-F*   {gap};  Var(R)/2beta {e.gap_from_returns:.4f}",
+        f"gap F-F*   {gap};  Var(R)/2beta {e.gap_from_returns:.4f} (the gap only near the floor)",
     ]  # fmt: skip
     if e.gap_split:
-        lines.append(f"           = wasted KL {e.gap_split.wasted:.4f} + wrong tilt {e.gap_split.tilt:.4f}")
+        lines.append(
+            f"           = wasted KL {e.gap_split.wasted:.4f} + wrong tilt {e.gap_split.tilt:.4f}, to the floor at success rates "
+            "smoothed to (k + 1/2) / (K + 1)"
+        )
     if e.identity:
         lines.append(
             f"identity   beta l = {e.identity.slope:.3f} r + const within problems (1 at the Gibbs policy), "

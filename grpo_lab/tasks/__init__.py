@@ -5,7 +5,7 @@ writes a tiny data set there and returns the DataConfig for it; the contract tes
 `#### <answer>` or `<answer>` alone must be graded correct.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from grpo_lab import plugins
@@ -32,5 +32,10 @@ class TaskProtocol(Protocol):
 
 def load_task(data: DataConfig) -> TaskProtocol:
     """The task `data.task` names; ConfigError when the name, its options or its data are wrong."""
-    task: TaskProtocol = plugins.load("grpo_lab.tasks", data.task, "Task")(data)
+    task: TaskProtocol = find_task(data.task)(data)
     return task
+
+
+def find_task(name: str) -> Callable[[DataConfig], TaskProtocol]:
+    """The class of the task `name`; ConfigError when there is none."""
+    return plugins.load("grpo_lab.tasks", name, "Task")  # type: ignore[no-any-return]

@@ -16,12 +16,14 @@ class Row(NamedTuple):
     record: Mapping[str, Any]
 
     def text(self, key: str) -> str:
-        """The string under `key`. ConfigError when it is missing, not a string, or blank."""
+        """The string under `key`, a number as its digits. ConfigError when it is missing, of another kind, or blank."""
         if key not in self.record:
             raise ConfigError(
                 f"{self.where}: no key {key!r}; the row has {', '.join(map(repr, self.record)) or 'none'}: add it"
             )
         value = self.record[key]
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return repr(value)
         if not isinstance(value, str) or not value.strip():
             raise ConfigError(
                 f"{self.where}: {key!r} must be a non-empty string, got {repr(value)[:80]}; correct the row"

@@ -1,5 +1,7 @@
 """What holds for every file of grpo_lab/objective/gates. A new file is found by itself."""
 
+import sys
+
 import pytest
 import torch
 
@@ -75,6 +77,25 @@ def test_unknown_names_and_options_are_one_line() -> None:
         build_gate("clip", {"clip_hgh": 0.3})
     with pytest.raises(ConfigError, match="it allows level token or sequence or sequence_token"):
         build_gate("double_sided", {}, "geometric_mean")
+
+
+@pytest.mark.parametrize("body, message", [
+    ("def f(self, ratio, advantages, old_probs): return ratio", "has no method df"),
+    ("def f(self, ratio, advantages): return ratio\n    def df(self, ratio, advantages): return ratio", "failed: TypeError"),
+    ("def f(self, r, a, p): return r\n    def df(self, r, a, p): return 2 * r", "must be 1"),
+])  # fmt: skip
+def test_a_broken_gate_is_refused_before_anything_loads(tmp_path, monkeypatch, body: str, message: str) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "broken_gate.py").write_text(f"class Gate:\n    {body}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_gate", raising=False)
+    with pytest.raises(ConfigError, match=message) as caught:
+        build_gate("broken_gate:Gate", {})
+    assert "\n" not in str(caught.value)
+
+
+def test_parameters_that_close_a_gate_at_ratio_one_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"clip_high.*must be 1"):
+        build_gate("clip", {"clip_high": -3.0})
 
 
 def test_a_gate_from_outside_the_package(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]

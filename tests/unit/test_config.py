@@ -44,12 +44,23 @@ def test_wrong_files(tmp_path: Path) -> None:
         ("a.yaml", "beta: [1", "not valid YAML"),
         ("b.yaml", "- 1\n- 2", "must be a mapping"),
         ("c.yaml", "model: {nme: x}", "did you mean 'model.name'"),
+        ("d.yaml", "beta: 0.1\nbeta: 0.2", "the key 'beta' stands twice"),
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError, match=message):
             load_config(tmp_path / name)
     with pytest.raises(ConfigError, match="No such file"):
         load_config(tmp_path / "absent.yaml")
+
+
+def test_the_source_of_a_wrong_value_is_named(tmp_path: Path) -> None:
+    (tmp_path / "e.yaml").write_text("beta: 0.1\nlearner: {passes: 0}")
+    with pytest.raises(ConfigError, match=r"e\.yaml: learner\.passes=0"):
+        load_config(tmp_path / "e.yaml")
+    (tmp_path / "f.yaml").write_text("beta: 0.1")
+    for overrides, flags in ((["learner.passes=0"], {}), ([], {"beta": -1.0})):
+        with pytest.raises(ConfigError, match=r"^command line: "):
+            load_config(tmp_path / "f.yaml", overrides, flags)
 
 
 def test_numbers_as_people_write_them() -> None:

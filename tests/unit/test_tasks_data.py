@@ -258,9 +258,9 @@ def test_a_reward_function_of_the_user_replaces_grading(tmp_path: Path, monkeypa
     [
         ({"answer": "1"}, ["no key 'prompt'"]),
         ({"prompt": "q"}, ["no key 'answer'"]),
-        ({"prompt": "q", "answer": 1}, ["'answer' must be a non-empty string, got 1"]),
+        ({"prompt": "q", "answer": [1]}, ["'answer' must be a non-empty string, got [1]"]),
         ({"prompt": "q", "answer": "one"}, ["'one' is not a number"]),
-        ({"prompt": "q", "answer": "1", "id": 7}, ["'id' must be a non-empty string"]),
+        ({"prompt": "q", "answer": "1", "id": [7]}, ["'id' must be a non-empty string"]),
         ({"prompt": "q", "answer": "1", "id": "row-0"}, ["id 'row-0' stands at", "line 1"]),
         ({"prompt": [], "answer": "1"}, ["end with the user's turn"]),
         ({"prompt": ["q"], "answer": "1"}, ["'prompt' list must hold"]),
@@ -283,3 +283,25 @@ def test_two_system_messages_are_refused(tmp_path: Path) -> None:
 
 def test_jsonl_needs_a_path() -> None:
     assert "needs data.path" in _refusal("jsonl", None)
+
+
+def test_answers_may_be_numbers(tmp_path: Path) -> None:
+    """3 and 0.5 stand for "3" and "0.5"; true stands for nothing."""
+    file = tmp_path / "train.jsonl"
+    rows = [{"prompt": f"q{n}", "answer": value} for n, value in enumerate([3, 0.5, "7", -2])]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = load_task(DataConfig(task="jsonl", path=str(file), train_problems=None, heldout_problems=1))
+    assert sorted(p.answer for p in [*task.train, *task.heldout]) == ["-2", "0.5", "3", "7"]
+
+
+def test_a_reward_above_the_greatest_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "generous_rewards.py").write_text("def pay(problem, text): return 2.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"q{n}", "answer": "1"}) + "\n" for n in range(4)))
+    options = {"reward": "generous_rewards:pay"}
+    data = DataConfig(task="jsonl", path=str(file), train_problems=None, heldout_problems=1, options=options)
+    with pytest.raises(RunError, match="largest_reward=1"):
+        load_task(data).grade(load_task(data).train[0], "1", False)
+    allowed = load_task(data.model_copy(update={"options": {**options, "largest_reward": 2.0}}))
+    assert allowed.grade(allowed.train[0], "1", False).reward == 2.0

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from grpo_lab import plugins
@@ -45,4 +46,27 @@ def build_gate(name: str, options: Mapping[str, float], level: Level = "token") 
             f"it allows level {' or '.join(levels)}"
         )
     gate: GateProtocol = gate_class(**options)
+    _check_contract(gate, name)
     return gate
+
+
+def _check_contract(gate: GateProtocol, name: str) -> None:
+    """A gate from outside may lack a method or an argument, and options may close a gate at ratio 1: said here, in one line."""
+    ones = torch.ones(2)
+    signs = torch.tensor([1.0, -1.0])
+    for method in ("f", "df"):
+        if not callable(getattr(gate, method, None)):
+            raise ConfigError(
+                f"gate {name!r} has no method {method}(ratio, advantages, old_probs); a gate has f and df"
+            )
+    try:
+        value, slope = gate.f(ones, signs, ones / 2), gate.df(ones, signs, ones / 2)
+    except Exception as error:
+        raise ConfigError(
+            f"gate {name!r}: f and df(ratio, advantages, old_probs) failed: {error!r}; see `clip` for one"
+        ) from None
+    if value.shape != ones.shape or not torch.allclose(slope.double(), ones.double(), atol=1e-6):
+        raise ConfigError(
+            f"gate {name!r} with {dict(vars(gate)) or 'no parameters'}: df at ratio 1 is {slope.tolist()} for A = 1 and -1; it "
+            "must be 1, else the gate changes the gradient even on-policy; correct its parameters or its code"
+        )

@@ -3,7 +3,7 @@
 `generate` is a pure function of (weights, requests, sampling): seeds come with the requests, nothing is remembered.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -44,5 +44,10 @@ class Engine(Protocol):
 
 def build_engine(spec: EngineSpec) -> Engine:
     """The engine `rollout.engine` names; ConfigError when it is unknown or its package is missing."""
-    engine: Engine = plugins.load("grpo_lab.rollout.engines", spec.rollout.engine, "EngineImpl")(spec)
+    engine: Engine = find_engine(spec.rollout.engine)(spec)
     return engine
+
+
+def find_engine(name: str) -> Callable[[EngineSpec], Engine]:
+    """The class of the engine `name`; ConfigError when there is none."""
+    return plugins.load("grpo_lab.rollout.engines", name, "EngineImpl")  # type: ignore[no-any-return]
