@@ -101,7 +101,7 @@ def evaluation_lines(e: Evaluation) -> list[str]:
     ]  # fmt: skip
     if e.gap_split:
         lines.append(
-            f"           = wasted KL {e.gap_split.wasted:.4f} + wrong tilt {e.gap_split.tilt:.4f}, to the floor at success rates "
+            f"           = wasted KL {e.gap_split.wasted:.4f} + wrong tilt {e.gap_split.tilt:.4f}, the gap at rates "
             "smoothed to (k + 1/2) / (K + 1)"
         )
     if e.identity:
