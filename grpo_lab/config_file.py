@@ -96,7 +96,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
     except OSError as error:
         raise ConfigError(f"cannot read config {str(path)!r}: {error.strerror}; give the path of a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"config {str(path)!r} is not valid YAML: {' '.join(str(error).split())}") from None
     if tree is None:
         return {}
@@ -111,7 +111,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override!r}: expected key.path=value, for example --set learner.learning_rate=1e-5")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         raise ConfigError(f"--set {override!r}: the value is not valid YAML; quote it") from None
     *parents, leaf = key.strip().split(".")
     for parent in parents:

@@ -1,5 +1,6 @@
 """Model names -> local folders, and the tokenizer. The one place that talks to the model hub."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,20 @@ def resolve_model(model: ModelConfig) -> Path:
             f"model.name={model.name!r}: the hub did not serve it ({type(error).__name__}: {reason}); check the name and "
             "the network, or give a local folder"
         ) from None
+
+
+def weights_signature(folder: Path) -> dict[str, str]:
+    """A quick fingerprint of a model folder's weight files: size, first and last megabyte of each."""
+    signature = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            size = opened.seek(0, 2)
+            digest = hashlib.sha256(str(size).encode())
+            for start in (0, max(0, size - 2**20)):
+                opened.seek(start)
+                digest.update(opened.read(2**20))
+        signature[file.name] = digest.hexdigest()
+    return signature
 
 
 def check_local_model(model: ModelConfig) -> Path | None:

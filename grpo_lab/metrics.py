@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from grpo_lab.objective.advantages import overlong_penalty, sequence_log_ratio
+from grpo_lab.objective.advantages import ZSCORE_EPS, overlong_penalty, sequence_log_ratio, shaped_returns
 from grpo_lab.objective.axes import Objective
 from grpo_lab.thermo.normalisation import std_gain
 from grpo_lab.types import RolloutGroup, TrainBatch
@@ -60,15 +60,17 @@ def beta_eff_metrics(batch: TrainBatch, objective: Objective) -> dict[str, float
     """
     rewards, group_size = batch.tokens.rewards.view(-1, batch.tokens.group_size), batch.tokens.group_size
     expected = {}
-    if objective.kl == "none":
+    if objective.kl in ("none", "loss_k1"):
         beta_eff = rewards.new_zeros(len(rewards))
     elif objective.kl_in_loss and objective.advantage == "zscore":
-        beta_eff = objective.beta * rewards.std(dim=1, correction=objective.zscore_ddof)
+        spread = shaped_returns(batch, objective).std(dim=1, correction=objective.zscore_ddof)
+        beta_eff = objective.beta * (spread + ZSCORE_EPS)
         if ((rewards == 0) | (rewards == 1)).all():
             gains = [std_gain(float(q), group_size, objective.zscore_ddof) for q in rewards.mean(dim=1)]
             expected = {"policy/beta_eff_expected": objective.beta / float(rewards.new_tensor(gains).median())}
     elif objective.kl_in_loss and objective.advantage == "batch_zscore":
-        beta_eff = (objective.beta * rewards.std(correction=objective.zscore_ddof)).expand(len(rewards))
+        spread = shaped_returns(batch, objective).std(correction=objective.zscore_ddof)
+        beta_eff = (objective.beta * (spread + ZSCORE_EPS)).expand(len(rewards))
     elif objective.kl_in_loss and objective.advantage == "center":
         beta_eff = rewards.new_full((len(rewards),), objective.beta * group_size / (group_size - 1))
     else:

@@ -33,7 +33,7 @@ def load(package: str, name: str, class_name: str) -> Any:
         if util.find_spec(module_name) is None:
             raise ModuleNotFoundError(f"no module named {module_name!r}")
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+    except (ImportError, ValueError) as error:
         colon = "" if ":" in name else f", and write {kind}s of other files as module:{class_name}"
         raise ConfigError(f"cannot import {kind} {name!r}: {error}; put its folder on PYTHONPATH{colon}") from None
     if not hasattr(module, attribute):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @dataclass
@@ -35,7 +35,7 @@ def stop_signals() -> Iterator[StopRequest]:
             f"\n{request.name}: finishing this step, then saving (it can take minutes); once more exits at once\n".encode(),
         )
 
-    previous = {number: signal.signal(number, handle) for number in _SIGNALS}
+    previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
     try:
         yield request
     finally:

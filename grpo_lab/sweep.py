@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from types import FrameType
 from typing import Literal
 
 from grpo_lab.config import Config, expand_path
@@ -15,6 +18,7 @@ from grpo_lab.config_file import changed_keys, load_config
 from grpo_lab.console import Console
 from grpo_lab.errors import ConfigError, RunError
 from grpo_lab.run_dir import RunDir
+from grpo_lab.signals import STOP_SIGNALS
 
 State = Literal["new", "unfinished", "finished"]
 
@@ -50,13 +54,16 @@ def members(config: Path | None, overrides: Sequence[str], grid: Grid, name: str
     folder = f"{base.output_dir}/{name}"
     found = []
     for method, recipe, beta, seed in product(grid.methods, grid.recipes, grid.betas, grid.seeds):
-        sets = [*overrides, f"output_dir={folder}", f"evaluation.bank_dir={folder}/banks", f"method={method}"]
-        sets += [
-            f"recipe={recipe}",
-            f"beta={beta!r}",
-            f"seed={seed}",
-            f"run_name={method}-{recipe}-beta{beta:g}-seed{seed}",
-        ]
+        values = {
+            "output_dir": folder,
+            "evaluation.bank_dir": f"{folder}/banks",
+            "method": method,
+            "recipe": recipe,
+            "beta": beta,
+            "seed": seed,
+            "run_name": f"{method}-{recipe}-beta{beta:.12g}-seed{seed}",
+        }
+        sets = [*overrides, *(f"{key}={json.dumps(value)}" for key, value in values.items())]
         start = ["--config", str(config)] if config else []
         arguments = (*start, *(part for item in sets for part in ("--set", item)))
         found.append(Member(load_config(config, sets), arguments))
@@ -85,7 +92,7 @@ def run_members(runs: Sequence[Member], console: Console) -> list[RunDir]:
         console.say(f"\n== run {number}/{len(runs)}: {member.path.name}, {state}")
         if state == "finished":
             continue
-        arguments = ["--resume", str(member.path)] if state == "unfinished" else list(member.arguments)
+        arguments = [*(["--resume", str(member.path)] if state == "unfinished" else []), *member.arguments]
         code = _train(arguments)
         if code == 130 or (state_of(member) == "unfinished" and code == 0):
             raise RunError(f"stopped in {member.path.name}; the same command goes on from there")
@@ -99,10 +106,16 @@ def run_members(runs: Sequence[Member], console: Console) -> list[RunDir]:
 
 
 def _train(arguments: Sequence[str]) -> int:
-    """`grpo-lab train` in a process of its own; Ctrl-C reaches it too, and it saves before it ends."""
+    """`grpo-lab train` in a process of its own. Stop signals are passed on: it saves, then ends, and the sweep with it."""
     process = subprocess.Popen([sys.executable, "-m", "grpo_lab", "train", *arguments])
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            continue
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGINT:  # Ctrl-C reaches the whole process group by itself
+            process.send_signal(number)
+
+    previous = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
+    try:
+        return process.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -132,13 +132,15 @@ def _step(parts: Parts, run: RunDir, progress: Progress, console: Console) -> tu
 
 def _collect(parts: Parts, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
     """The graded groups of a step, and what dynamic sampling did where the objective wants it."""
-    config = parts.config
+    config, used = parts.config, set[str]()
 
     def collect(index: int, count: int) -> list[RolloutGroup]:
         seed = derive_seed(config.seed, "regenerate", index) if index else config.seed
-        problems = problems_for_step(parts.task.train, seed, step, config.prompts_per_step)[
-            :count
-        ]  # pure in (seed, step)
+        stream = problems_for_step(parts.task.train, seed, step, config.prompts_per_step)  # pure in (seed, step)
+        problems = [problem for problem in stream if index == 0 or problem.id not in used][:count]
+        used.update(problem.id for problem in problems)
+        if not problems:  # every problem of the data is in the batch
+            return []
         purpose = ("rollout", step, index) if index else ("rollout", step)
         return parts.collector.collect(problems, config.group_size, parts.sampling, purpose)
 

@@ -63,19 +63,17 @@ def untied_model(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> 
     return write_tiny_model(tmp_path_factory.mktemp("untied") / "model", demo_model, tied=False)
 
 
-@pytest.fixture
-def tiny_config(tmp_path: Path, tiny_model: Path) -> Path:
+def write_tiny_config(path: Path, model: Path, output_dir: Path) -> Path:
     """A config of two steps that any engine runs in seconds: 2 prompts x 4 siblings of at most 8 tokens."""
-    path = tmp_path / "tiny.yaml"
     path.write_text(
         f"""
 prompts_per_step: 2
 group_size: 4
 total_rollouts: 16
 checkpoint_every: 8
-output_dir: {tmp_path / "runs"}
+output_dir: {output_dir}
 run_name: run
-model: {{name: {tiny_model}, dtype: float32}}
+model: {{name: {model}, dtype: float32}}
 data: {{task: "parity_task:Task", train_problems: null, heldout_problems: 8}}
 rollout: {{engine: hf, max_new_tokens: 8, max_prompt_tokens: 64}}
 learner: {{learning_rate: 1.0e-3, mini_batches: 2}}
@@ -83,6 +81,11 @@ evaluation: {{problems: 4, samples: 4}}
 """
     )
     return path
+
+
+@pytest.fixture
+def tiny_config(tmp_path: Path, tiny_model: Path) -> Path:
+    return write_tiny_config(tmp_path / "tiny.yaml", tiny_model, tmp_path / "runs")
 
 
 @pytest.fixture

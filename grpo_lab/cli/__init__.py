@@ -50,6 +50,12 @@ def main() -> None:
     except UserError as error:
         sys.stderr.write(f"grpo-lab: {' '.join(str(error).split())}\n")
         sys.exit(error.exit_code)
+    except OSError as error:
+        where = f" {str(error.filename)!r}" if error.filename else ""
+        sys.stderr.write(
+            f"grpo-lab: cannot read or write{where}: {error.strerror or error}; check the path and its rights\n"
+        )
+        sys.exit(1)
     except typer.Exit as stop:
         sys.exit(stop.exit_code)
     except _UsageError as error:

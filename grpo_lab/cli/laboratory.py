@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +36,9 @@ def equilibrium(
     method: Annotated[
         list[str] | None, typer.Option(help="A method; repeat for more. Default: the six originals.")
     ] = None,
+    gate: Annotated[
+        list[str] | None, typer.Option(help="Also this gate of yours, module:Class; repeat for more.")
+    ] = None,
     recipe: Annotated[list[str] | None, typer.Option(help="free_energy or paper. Default: both.")] = None,
     beta: Annotated[list[float] | None, typer.Option(help="A temperature. Default: 0.1, 0.25, 0.5 and 1.")] = None,
     axes: Annotated[bool, typer.Option("--axes", help="The estimators one by one in place of the methods.")] = False,
@@ -53,7 +57,7 @@ def equilibrium(
             raise ConfigError(f"--beta {value:g}: a temperature is greater than 0")
     console = Console()
     chosen = survey.axes_rows(betas) if axes else survey.method_rows(methods, recipes, betas)
-    gates = [] if axes or method else survey.gate_rows(betas)
+    gates = [] if axes or (method and not gate) else survey.gate_rows(betas, gate or ())
     with console.progress("solving", len(chosen) + len(gates)) as advance:
         rows = survey.survey(chosen, sampled, advance)
         gate_results = survey.survey(gates, False, advance)
@@ -94,7 +98,7 @@ def gates(
         raise ConfigError("--step chooses a step of a run: give the run with --run")
     objectives = _all_objectives(method)
     for name, objective in objectives.items():
-        for path in gate_plane.draw_gate(name, objective, output / f"gate_{name.replace(':', '_')}"):
+        for path in gate_plane.draw_gate(name, objective, output / f"gate_{re.sub('[^0-9A-Za-z]', '_', name)}"):
             console.say(f"figure     {path}")
     for path in gate_plane.draw_overview(objectives, output / "gates"):
         console.say(f"figure     {path}")

@@ -32,7 +32,8 @@ def sweep(
 
     base, console = load_config(config, set_ or []), Console()
     betas = tuple(beta or (0.01, 0.02, 0.05, 0.1, 0.2))
-    grid = Grid(tuple(method or [base.method]), tuple(recipe or [base.recipe]), betas, tuple(seed or [base.seed]))
+    once = lambda values: tuple(dict.fromkeys(values))  # noqa: E731
+    grid = Grid(once(method or [base.method]), once(recipe or [base.recipe]), once(betas), once(seed or [base.seed]))
     runs = members(config, set_ or [], grid, name)
     for member in runs:
         resolve(member.config)

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from grpo_lab.config import Config, expand_path
 from grpo_lab.errors import RunError
+from grpo_lab.hub import resolve_model, weights_signature
 from grpo_lab.records import read_groups, write_groups
-from grpo_lab.types import RolloutGroup, Sampling
+from grpo_lab.types import Problem, RolloutGroup, Sampling
 
 if TYPE_CHECKING:
     from grpo_lab.assemble import Parts
 
-FORMAT = 1  # of what is sampled and how it is graded; a new number makes old banks unusable
+FORMAT = 1  # of what a bank holds; a new number makes old banks unusable
 PURPOSE = ("evaluation",)  # every evaluation draws with the same seeds, so that checkpoints are compared pairwise
 
 
@@ -34,17 +35,18 @@ class ReferenceBank:
         return [list(group.rewards) for group in self.groups]
 
 
-def fingerprint(config: Config, problem_ids: Sequence[str], sampling: Sampling, samples: int) -> str:
-    """sha256 over everything the samples depend on: model, data, sampling, seed, problems and their number, code format."""
+def fingerprint(config: Config, problems: Sequence[Problem], sampling: Sampling, samples: int) -> str:
+    """sha256 over everything the samples depend on: model files, problems with their answers, sampling, seed, code format."""
     parts = {
         "format": FORMAT,
         "model": config.model.model_dump(include={"name", "revision", "dtype"}),
+        "weights": weights_signature(resolve_model(config.model)),
         "data": config.data.model_dump(mode="json"),
         "sampling": asdict(sampling),
         "engine": config.rollout.engine,
         "seed": config.seed,
         "samples": samples,
-        "problems": list(problem_ids),
+        "problems": [[problem.id, problem.messages, problem.answer] for problem in problems],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -74,7 +76,7 @@ def reference_bank(
     Raises RunError when a bank of other settings lies in the folder: floors of different banks are not comparable.
     """
     chosen = parts.task.heldout[:problems]
-    expected = fingerprint(parts.config, [problem.id for problem in chosen], sampling, samples)
+    expected = fingerprint(parts.config, chosen, sampling, samples)
     path = folder / f"reference_bank{f'-{expected[:12]}' if shared else ''}.parquet" if folder else None
     if path and path.is_file():
         groups, metadata = read_groups(path)
@@ -83,8 +85,21 @@ def reference_bank(
                 f"{path} was drawn with other settings (model, data, sampling, seed, problems or samples); evaluate with the "
                 "settings it was drawn with, or move the file away to draw a new bank"
             )
+        _check_grades(parts, chosen, groups, path)
         return ReferenceBank(tuple(groups), expected)
     sampled = parts.collector.collect(chosen, samples, sampling, PURPOSE)
     if path:
         write_groups(path, sampled, {"fingerprint": expected})
     return ReferenceBank(tuple(sampled), expected)
+
+
+def _check_grades(parts: Parts, problems: Sequence[Problem], groups: Sequence[RolloutGroup], path: Path) -> None:
+    """RunError when today's reward function grades a kept completion otherwise: old and new rewards must not be mixed."""
+    for problem, group in zip(problems, groups, strict=True):
+        for completion, grade in zip(group.completions, group.grades, strict=True):
+            now = parts.task.grade(problem, completion.text, completion.truncated).reward
+            if now != grade.reward:
+                raise RunError(
+                    f"{path}: a completion of {problem.id!r} was graded {grade.reward:g} and is graded {now:g} now: the reward "
+                    "changed; move the file away to draw a new bank"
+                )

@@ -37,7 +37,20 @@ def compared(runs: Sequence[RunDir]) -> list[Compared]:
     return found
 
 
-HEAD = ("method", "recipe", "beta", "seed", "rollouts", "E[r]", "KL", "F", "F - F_ref", "floor F*", "wasted", "tilt")
+HEAD = (
+    "method",
+    "recipe",
+    "beta",
+    "seed",
+    "rollouts",
+    "E[r]",
+    "KL (RB)",
+    "F",
+    "F - F_ref",
+    "floor F*",
+    "wasted",
+    "tilt",
+)
 
 
 def cells(item: Compared) -> list[str]:

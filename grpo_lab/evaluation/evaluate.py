@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from grpo_lab.errors import RunError
 from grpo_lab.evaluation.bank import ReferenceBank
 from grpo_lab.evaluation.landscape import Landscape, landscape
 from grpo_lab.learner.collate import collate
@@ -88,8 +89,15 @@ def measure(
     log_ratios = (statistics.logprobs - statistics.ref_logprobs).double().sum(dim=1).numpy().reshape(shape)
     full_kl = statistics.full_kl.double().sum(dim=1).numpy().reshape(shape)
     reference = np.asarray(bank.rewards, dtype=np.float64)
+    top = max(float(rewards.max()), float(reference.max()))
+    if top > largest_reward:
+        raise RunError(
+            f"a reward of {top:g} is more than the task's largest_reward={largest_reward:g}, for which the floor is computed: "
+            "give the task class an attribute largest_reward with the most it can pay"
+        )
     binary = bool(np.isin(rewards, (0.0, 1.0)).all() and np.isin(reference, (0.0, 1.0)).all())
     grades = [grade for group in groups for grade in group.grades]
+    solved = np.array([grade.outcome == "correct" for grade in grades]).reshape(shape).sum(axis=1)
     free_energies = beta * log_ratios - rewards
     return Evaluation(
         rollouts=rollouts,
@@ -109,7 +117,7 @@ def measure(
         gap_from_returns=gap_from_returns(rewards, log_ratios, beta),
         identity=identity_check(rewards, log_ratios, beta),
         landscape=landscape(reference) if binary else None,
-        pass_at={str(k): pass_at((rewards > 0).sum(axis=1), shape[1], k) for k in _powers_of_two(shape[1])},
+        pass_at={str(k): pass_at(solved, shape[1], k) for k in _powers_of_two(shape[1])},
         truncated=sum(grade.outcome == "truncated" for grade in grades) / len(grades),
         unparsable=sum(grade.outcome == "unparsable" for grade in grades) / len(grades),
         entropy=float(statistics.entropy.sum() / tokens.completion_mask.sum()),

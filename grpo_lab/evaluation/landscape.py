@@ -18,7 +18,8 @@ BETAS = np.geomspace(0.005, 20, 120)
 class Landscape:
     """By temperature `beta` [M]: the floor's bracket, and reward, KL (nats) and heat capacity of the Gibbs policies.
 
-    The Gibbs policies are those of each problem's measured success rate (plug-in); the frontier starts at the reference.
+    The Gibbs policies are those of each problem's success rate (k + p) / (K + 1), with p the mean over problems: the frontier
+    starts at the measured reference, and a problem that K samples never solved can still be learned.
     """
 
     beta: list[float]
@@ -31,7 +32,7 @@ class Landscape:
 
 def landscape(rewards: Array, betas: Array = BETAS) -> Landscape:
     """The landscape of reference rewards [N, K] in {0, 1}, averaged over problems."""
-    p = rewards.mean(axis=1)
+    p = (rewards.sum(axis=1) + rewards.mean()) / (rewards.shape[1] + 1)
     means = lambda values: [float(np.mean(value)) for value in values]  # noqa: E731
     return Landscape(
         beta=betas.tolist(),

@@ -15,8 +15,8 @@ from grpo_lab.config_file import dump_yaml
 from grpo_lab.console import describe_config
 from grpo_lab.errors import ConfigError
 from grpo_lab.evaluation import comparison
-from grpo_lab.evaluation.figures import draw_training
-from grpo_lab.evaluation.report import draw_run, evaluation_table
+from grpo_lab.evaluation.figures import draw_curves, draw_training
+from grpo_lab.evaluation.report import evaluation_table, read_evaluations
 from grpo_lab.objective.axes import resolve
 from grpo_lab.records import read_groups
 from grpo_lab.run_dir import RunDir
@@ -40,7 +40,9 @@ def _run(run: RunDir) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         metrics = run.read_metrics()
         drawn = draw_training(metrics, Path(folder)) if metrics else []
-        figures = [_figure(file) for file in [*draw_run(run), *drawn] if file.suffix == ".svg"]
+        rows = read_evaluations(run)
+        drawn = [*(draw_curves(rows, Path(folder)) if rows else []), *drawn]
+        figures = [_figure(file) for file in drawn if file.suffix == ".svg"]
     step, samples = _samples(run)
     return {
         "name": run.path.name,

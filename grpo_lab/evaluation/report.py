@@ -102,7 +102,7 @@ def evaluation_lines(e: Evaluation) -> list[str]:
     if e.gap_split:
         lines.append(
             f"           = wasted KL {e.gap_split.wasted:.4f} + wrong tilt {e.gap_split.tilt:.4f}, the gap at rates "
-            "smoothed to (k + 1/2) / (K + 1)"
+            "smoothed to (k + 1/2) / (K + 1), by the Rao-Blackwell KL"
         )
     if e.identity:
         lines.append(
@@ -145,7 +145,7 @@ def evaluation_table(run: RunDir) -> list[str]:
     rows = read_evaluations(run)
     if not rows:
         return []
-    lines = [f"{'rollouts':>9}  {'E[r]':>15}  {'KL (nats)':>15}  {'F':>16}  {'F - F_ref':>16}  floor F*"]
+    lines = [f"{'rollouts':>9}  {'E[r]':>15}  {'KL (k1)':>15}  {'F':>16}  {'F - F_ref':>16}  floor F*"]
     for row in rows:
         cells = [str(Estimate(**row[key])) for key in ("reward", "kl", "free_energy", "against_reference")]
         floor = f"[{row['floor']['lower']['mean']:+.3f}, {row['floor']['upper']['mean']:+.3f}]"

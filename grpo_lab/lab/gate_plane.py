@@ -72,7 +72,10 @@ def regions(cloud: Cloud) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def draw_gate(name: str, objective: Objective, stem: Path, cloud: Cloud | None = None) -> list[Path]:
-    """f' and the learning signal f' * ratio * A side by side; the cloud's tokens lie over both."""
+    """f' and the learning signal f' * ratio * A side by side; the cloud's tokens lie over both.
+
+    At level `geometric_mean` the ratio in the signal is the sequence's mean, drawn where that is 1.
+    """
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     reach = _reach(objective, cloud)
@@ -149,10 +152,11 @@ def _panels(left: Any, right: Any, objective: Objective, reach: tuple[float, flo
     )
     advantages, log_rho = torch.meshgrid(y, x, indexing="ij")
     opened = gate.df(log_rho.exp(), advantages, torch.full_like(log_rho, OLD_PROB))
+    weight = torch.ones_like(log_rho) if objective.level == "geometric_mean" else log_rho.exp()
     limit = _SIGNAL_LIMIT * reach[1] / 2
     look = {"extent": (-reach[0], reach[0], -reach[1], reach[1]), "origin": "lower", "aspect": "auto"}
     first = left.imshow(opened, cmap="viridis", vmin=0, vmax=1, **look)
-    second = right.imshow(opened * log_rho.exp() * advantages, cmap="RdBu_r", vmin=-limit, vmax=limit, **look)
+    second = right.imshow(opened * weight * advantages, cmap="RdBu_r", vmin=-limit, vmax=limit, **look)
     for axes in (left, right):
         axes.axvline(0, color="white" if axes is left else "black", lw=0.6, ls=":")
         axes.axhline(0, color="white" if axes is left else "black", lw=0.6, ls=":")

@@ -44,11 +44,13 @@ def named_objective(config: Config, name: str) -> Objective:
     free-energy recipe and its default parameters.
     """
     method, _, recipe = name.partition(":")
+    if method not in METHODS:
+        method, recipe = name, ""  # a gate of another file is named module:Class
     recipe = recipe or config.recipe
     if recipe not in RECIPES:
         raise unknown_name("recipe", recipe, RECIPES)
     gates = plugins.names(PACKAGE)
-    is_gate = method not in METHODS and (method in gates or "." in method)
+    is_gate = method not in METHODS and (method in gates or ":" in method or "." in method)
     if method not in METHODS and not is_gate:
         raise unknown_name("method or gate", method, [*METHODS, *gates])
     chosen = (

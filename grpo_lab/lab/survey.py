@@ -85,9 +85,9 @@ def axes_rows(betas: Sequence[float]) -> list[tuple[str, str, Objective]]:
     return [(name, "", toy_objective("grpo", "free_energy", b, axes)) for name, axes in AXES.items() for b in betas]
 
 
-def gate_rows(betas: Sequence[float]) -> list[tuple[str, str, Objective]]:
-    """Every gate of the folder under the default recipe, with its default parameters."""
-    gates = plugins.names(PACKAGE)
+def gate_rows(betas: Sequence[float], more: Sequence[str] = ()) -> list[tuple[str, str, Objective]]:
+    """Every gate of the folder, and those named in `more`, under the default recipe with default parameters."""
+    gates = [*plugins.names(PACKAGE), *more]
     return [(g, "", toy_objective("reinforce", "free_energy", b, {"gate": g})) for g in gates for b in betas]
 
 

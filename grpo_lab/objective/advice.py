@@ -10,22 +10,34 @@ _TOKEN_LOCAL = ("loss_k2", "loss_k3", "loss_k3_is")
 
 def effective_beta_line(objective: Objective, group_size: int) -> str:
     """One line: which beta the loss really optimises."""
-    beta, self_included = objective.beta, group_size / (group_size - 1)
+    beta, scale = objective.beta, group_size / (group_size - 1) if objective.advantage == "center" else 1.0
     if objective.kl == "none":
         return f"beta_eff = 0: no KL term in the loss; beta = {beta:g} is used in the evaluation only"
+    if objective.kl == "loss_k1":
+        return f"beta_eff = 0: the expected gradient of loss_k1 is 0; beta = {beta:g} adds noise, and is used in the evaluation"
     if objective.minimises_free_energy:
         place = "KL in the reward" if objective.kl == "reward" else "sequence KL in the loss"
         return f"beta_eff = {beta:g}: the loss descends F = -E[r] + {beta:g} KL exactly ({place})"
+    extras = {
+        "the overlong penalty": objective.overlong_cache > 0,
+        "mask_truncated": objective.mask_truncated,
+        "dynamic sampling": objective.dynamic_sampling,
+    }
+    changed = [name for name, on in extras.items() if on]
     if objective.kl == "reward":
-        way = f"{objective.advantage} and {objective.aggregate} reweight the way there"
-        return f"beta_eff = {beta:g} at the fixed point (KL in the reward); {way}"
+        fixed = f"beta_eff = {beta:g} at the fixed point (KL in the reward)"
+        if changed:
+            return f"{fixed}, but with {' and '.join(changed)} it is another reward's or another policy's than F's"
+        return f"{fixed}; {objective.advantage} and {objective.aggregate} reweight the way there"
     if objective.advantage in ("zscore", "batch_zscore"):
         what = "each prompt" if objective.advantage == "zscore" else "the batch"
         return f"beta_eff = {beta:g} x std(r) of {what}, moving with training: not the Gibbs temperature you asked for"
-    scale = self_included if objective.advantage == "center" else 1.0
     if objective.kl in _TOKEN_LOCAL:
         return f"beta_eff = {beta * scale:g}, token-local: its fixed point is not the Gibbs policy"
-    return f"beta_eff = {beta * scale:g}"
+    if objective.aggregate not in ("constant_length", "sequence_sum") or changed:
+        reason = " and ".join([*changed, *([f"{objective.aggregate} weights"] if not changed else [])])
+        return f"beta_eff = {beta * scale:g}, but {reason} shift the fixed point away from the Gibbs policy"
+    return f"beta_eff = {beta * scale:g}: descends F at that temperature"
 
 
 def warnings(config: Config, objective: Objective) -> list[str]:
@@ -99,7 +111,7 @@ def _of_data(config: Config, o: Objective) -> list[tuple[bool, str]]:
             "dynamic sampling drops groups of equal rewards"
             + (" and their KL force with them: beta_eff = beta x P(a group is mixed)" if o.kl_in_loss else "")
             + f": training sees a harder set of prompts than the evaluation; up to {config.objective.max_regenerations} extra "
-            "rounds of sampling a step",
+            "rounds of sampling a step, which the rollout counts leave out (rollouts/sampled has them)",
         ),
         (
             o.overlong_cache > 0,

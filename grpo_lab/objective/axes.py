@@ -105,6 +105,11 @@ def _refuse(objective: Objective) -> None:
             f"{', '.join(allowed) or 'no parameters'}",
         ),
         (
+            not wrong and not _is_sensible(o.correction_options),
+            f"objective.correction_options={dict(o.correction_options)}: a cap or limit is above 0, and a band holds ratio 1, "
+            "0 <= low <= 1 <= high; anything else silences or reverses every token",
+        ),
+        (
             o.dynamic_sampling and o.kl == "reward",
             "objective.dynamic_sampling=true with objective.kl=reward: a group of equal rewards still has different KL, so "
             "its advantages are not 0 and dropping it drops the KL force that holds solved prompts; set "
@@ -124,3 +129,9 @@ def _refuse(objective: Objective) -> None:
     for applies, reason in refused:
         if applies:
             raise ConfigError(reason)
+
+
+def _is_sensible(options: Mapping[str, float]) -> bool:
+    """Whether the parameters of a correction leave the ratio 1 its weight."""
+    positive = all(options[name] > 0 for name in ("cap", "limit") if name in options)
+    return positive and 0 <= options.get("low", 0.0) <= 1 <= options.get("high", 1.0)

@@ -42,7 +42,10 @@ class LossInputs:
 
 
 def loss_inputs(batch: TrainBatch, advantages: Tensor, objective: Objective, totals: BatchTotals) -> LossInputs:
-    """What the objective makes of a whole batch; `advantages` [N]. `totals` count what `trained_mask` keeps, on all ranks."""
+    """What the objective makes of a whole batch; `advantages` [N]. `totals`: all sequences, the trained tokens, of all ranks.
+
+    With `mask_truncated` a token mean is over what is left, while means over sequences count a masked one as 0.
+    """
     tokens = batch.tokens
     trained = trained_mask(batch, objective)
     return LossInputs(

@@ -2,12 +2,14 @@
 
 import json
 import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import write_tiny_config
 
 from grpo_lab.cli import main
 from grpo_lab.config_file import load_config
@@ -23,11 +25,13 @@ from grpo_lab.train import train
 REPOSITORY = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def run(tiny_config: Path) -> RunDir:
+@pytest.fixture(scope="module")
+def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """Two steps of two passes x two mini-batches, so that ratios leave 1."""
+    folder = tmp_path_factory.mktemp("laboratory")
+    config = write_tiny_config(folder / "tiny.yaml", tiny_model, folder / "runs")
     sets = ["evaluation.enabled=false", "learner.passes=2", "learner.learning_rate=0.003"]
-    return train(load_config(tiny_config, sets, {"method": "dapo"}), Console())
+    return train(load_config(config, sets, {"method": "dapo"}), Console())
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -121,15 +125,16 @@ def test_mistakes_are_one_line(
 
 
 def test_records_that_cannot_be_replayed(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert command(monkeypatch, "replay", run.path, "--step", 7) == 2
     assert "steps 1 to 2 have" in capfd.readouterr().err
     assert command(monkeypatch, "replay", run.path, "--methods", "grpo:cake") == 2
     assert "unknown recipe 'cake'" in capfd.readouterr().err
-    for file in run.rollout_files().values():
-        file.unlink()
-    assert command(monkeypatch, "replay", run.path) == 2
+    bare = tmp_path / "bare"
+    (bare / "checkpoints").mkdir(parents=True)
+    shutil.copy(run.path / "config.yaml", bare)
+    assert command(monkeypatch, "replay", bare) == 2
     assert "tracking.rollouts=true" in capfd.readouterr().err
 
 
@@ -151,6 +156,19 @@ def test_a_new_gate_appears_everywhere(
     run = train(load_config(tiny_config, ["objective.gate=cauchy", "evaluation.enabled=false"]), Console())
     (replayed,) = replay(read_step(run), {"cauchy": named_objective(run.config, "cauchy")})
     assert 0 < replayed.record["gate/mean"] <= 1
+
+
+def test_a_gate_of_another_file_in_replays_and_plots(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    source = re.search(r"```python\n(from dataclasses.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+    assert source
+    (tmp_path / "outside_gates.py").write_text(source[1])
+    monkeypatch.syspath_prepend(tmp_path)
+    assert command(monkeypatch, "replay", run.path, "--methods", "outside_gates:Gate,grpo:paper") == 0
+    assert command(monkeypatch, "plot", "gates", "--method", "outside_gates:Gate", "-o", tmp_path / "f") == 0
+    assert "outside_gates:Gate" in capsys.readouterr().out
+    assert (tmp_path / "f/gate_outside_gates_Gate.png").is_file()
 
 
 def test_dynamic_sampling_and_overlong_penalty_in_training(tiny_config: Path) -> None:

@@ -6,13 +6,18 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from conftest import write_tiny_config
 
+from grpo_lab.assemble import assemble
 from grpo_lab.config_file import load_config
 from grpo_lab.console import Console
+from grpo_lab.errors import RunError
+from grpo_lab.evaluation.bank import ReferenceBank, run_bank
 from grpo_lab.evaluation.page import write_page
 from grpo_lab.records import read_groups, write_groups
 from grpo_lab.run_dir import RunDir
@@ -28,7 +33,7 @@ def trace(run: RunDir) -> tuple[list[dict[str, float]], list[str]]:
     return rows, [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
 
-@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])
 def test_evaluation_does_not_change_training(tiny_config: Path, tmp_path: Path, engine: str) -> None:
     """Metrics and weights of a run with evaluations equal those of one without, bit for bit."""
     traces = []
@@ -58,6 +63,9 @@ def test_sweep_skips_continues_and_compares(grpo_lab: Run, tiny_config: Path, tm
     assert f"{names[0]}, finished" in again.stdout and f"{names[1]}, unfinished" in again.stdout
     assert trace(RunDir.open(folder / names[1])) == before
     assert (folder / "free_energy.png").is_file()
+    longer = grpo_lab("sweep", "--config", tiny_config, *grid, "--beta", "0.05", "--set", "total_rollouts=24")
+    assert longer.returncode == 0, longer.stderr
+    assert RunDir.open(folder / names[0]).read_metrics()[-1]["rollouts/total"] == 24
     changed = grpo_lab("sweep", "--config", tiny_config, *grid, "--set", "learner.passes=3")
     assert changed.returncode == 2 and "learner.passes: 1 -> 3" in changed.stderr
     wrong = grpo_lab("sweep", "--config", tiny_config, "--method", "dap", "--name", "t")
@@ -88,7 +96,7 @@ def test_report_is_one_page_that_escapes_what_models_write(tiny_config: Path, tm
             .completions[0]
             .__class__(**{**vars(groups[0].completions[0]), "text": "<script>alert(1)</script>"})
         )
-        group = groups[0].__class__(**{**vars(groups[0]), "completions": (hostile, *groups[0].completions[1:])})
+        group = replace(groups[0], completions=(hostile, *groups[0].completions[1:]))
         write_groups(file, [group, *groups[1:]])
         runs.append(run)
     write_page(runs, tmp_path / "report.html")
@@ -124,3 +132,37 @@ def test_eval_floor_compares_weightings_and_reuses_its_banks(grpo_lab: Run, tiny
     assert banks == {file: file.stat().st_mtime_ns for file in (tmp_path / "f").glob("*.parquet")}
     many = grpo_lab("eval", "floor", "--config", tiny_config, "--prompts", "99")
     assert many.returncode == 2 and "data.heldout_problems=8" in many.stderr
+
+
+def test_a_bank_is_refused_when_its_problems_or_grades_changed(tmp_path: Path, tiny_model: Path) -> None:
+    """The same path and ids with other answers is another bank; the same bank under another reward is refused."""
+    file = tmp_path / "p.jsonl"
+    config = write_tiny_config(tmp_path / "c.yaml", tiny_model, tmp_path / "runs")
+    sets = [
+        "data.task=jsonl",
+        f"data.path={file}",
+        "data.heldout_problems=2",
+        "evaluation.problems=2",
+        "data.options.grading=exact",
+    ]
+
+    def bank(*answers: str) -> ReferenceBank:
+        rows = [{"prompt": f"q{n}", "answer": answer} for n, answer in enumerate(answers)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        parts = assemble(load_config(config, sets))
+        try:
+            return run_bank(parts, tmp_path / "bank")
+        finally:
+            parts.close()
+
+    (tmp_path / "bank").mkdir()
+    first = bank("1", "2", "3", "4")
+    assert bank("1", "2", "3", "4").fingerprint == first.fingerprint
+    with pytest.raises(RunError, match="other settings"):
+        bank("5", "6", "7", "8")
+    kept = tmp_path / "bank/reference_bank.parquet"
+    groups, metadata = read_groups(kept)
+    generous = [replace(g, grades=tuple(replace(grade, reward=1.0) for grade in g.grades)) for g in groups]
+    write_groups(kept, generous, metadata)
+    with pytest.raises(RunError, match="the reward changed"):
+        bank("1", "2", "3", "4")

@@ -88,5 +88,7 @@ def test_landscape_is_the_closed_form_where_every_problem_has_one_rate() -> None
         assert got.floor_lower[i] <= got.floor_upper[i]
         assert got.reward[i] == pytest.approx(float(gibbs_success(0.25, beta)), abs=1e-12)
         assert got.kl[i] == pytest.approx(float(gibbs_kl(0.25, beta)), abs=1e-12)
+    uneven = landscape(np.array([[1, 1, 0, 0], [0, 0, 0, 0]], dtype=float), np.array([1e6, 1e-3]))
+    assert uneven.reward == pytest.approx([0.25, 1.0], abs=1e-5)  # from the measured mean to every problem solved
     hot = landscape(rewards, np.array([1e6]))
     assert hot.reward[0] == pytest.approx(0.25, abs=1e-5) and hot.kl[0] == pytest.approx(0, abs=1e-9)

@@ -65,7 +65,11 @@ def _check_contract(gate: GateProtocol, name: str) -> None:
         raise ConfigError(
             f"gate {name!r}: f and df(ratio, advantages, old_probs) failed: {error!r}; see `clip` for one"
         ) from None
-    if value.shape != ones.shape or not torch.allclose(slope.double(), ones.double(), atol=1e-6):
+    if (
+        value.shape != ones.shape
+        or not torch.isfinite(value).all()
+        or not torch.allclose(slope.double(), ones.double(), atol=1e-6)
+    ):
         raise ConfigError(
             f"gate {name!r} with {dict(vars(gate)) or 'no parameters'}: df at ratio 1 is {slope.tolist()} for A = 1 and -1; it "
             "must be 1, else the gate changes the gradient even on-policy; correct its parameters or its code"
