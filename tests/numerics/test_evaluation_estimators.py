@@ -1,5 +1,7 @@
 """The estimators of an evaluation on the enumerated model, where every expectation is a sum over 15 sequences."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -37,12 +39,17 @@ def test_estimators_are_right_in_mean() -> None:
         assert abs(got.mean - wanted) < 4 * got.se
 
 
-def test_the_bracket_holds_in_mean_on_the_enumerated_model() -> None:
-    """Over many banks of 8 draws: U-statistic below F*, plug-in above it, both beyond four errors."""
-    rewards, _ = drawn(REFERENCE, 20_000, 8, seed=2)
-    wanted = measure(REFERENCE, BETA).floor
-    lower, upper = clustered(u_statistic(rewards, BETA, 1.0)), clustered(plug_in(rewards, BETA))
-    assert lower.mean + 4 * lower.se < wanted < upper.mean - 4 * upper.se
+@pytest.mark.parametrize("beta", [0.05, 0.25, 1.0])
+@pytest.mark.parametrize("samples", [2, 8, 24])
+def test_the_bracket_holds_in_mean_on_the_enumerated_model(beta: float, samples: int) -> None:
+    """Summed over every number of successes: the U-statistic's mean is at or below F*, the plug-in's at or above it."""
+    p = float((token_logprobs(REFERENCE).sum(1).exp() * REWARDS).sum())
+    successes = np.arange(samples + 1)
+    draws = (np.arange(samples) < successes[:, None]).astype(float)
+    chance = np.array([math.comb(samples, k) * p**k * (1 - p) ** (samples - k) for k in successes])
+    wanted = measure(REFERENCE, beta).floor
+    assert chance @ u_statistic(draws, beta, 1.0) <= wanted + 1e-12
+    assert chance @ plug_in(draws, beta) >= wanted - 1e-12
 
 
 def test_identity_is_one_at_the_gibbs_policy_and_other_elsewhere() -> None:
