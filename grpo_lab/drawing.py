@@ -17,7 +17,7 @@ def save(figure: Figure, stem: Path, grid: bool = True) -> list[Path]:
         axes.grid(alpha=0.25)
         axes.set_axisbelow(True)
     stem.parent.mkdir(parents=True, exist_ok=True)
-    paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
+    paths = [stem.parent / f"{stem.name}.{kind}" for kind in ("png", "svg")]
     for path in paths:
         figure.savefig(path, dpi=150)
     return paths

@@ -158,6 +158,7 @@ def _panels(left: Any, right: Any, objective: Objective, reach: tuple[float, flo
     first = left.imshow(opened, cmap="viridis", vmin=0, vmax=1, **look)
     second = right.imshow(opened * weight * advantages, cmap="RdBu_r", vmin=-limit, vmax=limit, **look)
     for axes in (left, right):
+        axes.set(xlim=(-reach[0], reach[0]), ylim=(-reach[1], reach[1]), autoscale_on=False)
         axes.axvline(0, color="white" if axes is left else "black", lw=0.6, ls=":")
         axes.axhline(0, color="white" if axes is left else "black", lw=0.6, ls=":")
         if opened.min() < 0.5:
@@ -173,7 +174,8 @@ def _reach(objective: Objective, cloud: Cloud | None) -> tuple[float, float]:
     if cloud is None or not len(cloud.mass):
         return width, 2.0
     height = 1.15 * max(float(np.abs(cloud.advantages).max()), 1e-6)
-    return max(width if edge < 0.02 else 0.5, 1.15 * float(np.quantile(np.abs(cloud.log_rho), 0.999))), height
+    spread = min(1.1 * float(np.abs(cloud.log_rho).max()), 2 * _WIDEST)
+    return max(width if edge < 0.02 else 0.5, spread), height
 
 
 def _edge(gate: GateProtocol) -> float:
