@@ -65,7 +65,7 @@ def test_a_run_leaves_everything_behind(finished: Path) -> None:
     start = json.loads((finished / "evaluations/rollouts_00000000.json").read_text())
     assert start["kl"] == {"mean": 0, "se": 0} and start["against_reference"]["mean"] == 0
     assert start["free_energy"]["mean"] == -start["reward"]["mean"]
-    assert sorted(p.suffix for p in (finished / "figures").iterdir()) == [".png"] * 4 + [".svg"] * 4
+    assert sorted(p.suffix for p in (finished / "figures").iterdir()) == [".png"] * 5 + [".svg"] * 5
 
 
 def test_checkpoint_loads_with_plain_transformers(finished: Path) -> None:
