@@ -73,16 +73,6 @@ def test_killed_and_resumed_equals_straight(grpo_lab: Run, tiny_config: Path, tm
         assert hashes(runs / "killed" / name) == hashes(runs / "straight" / name)
 
 
-def test_evaluation_does_not_change_training(grpo_lab: Run, tiny_config: Path, tmp_path: Path) -> None:
-    for name, enabled in (("on", "true"), ("off", "false")):
-        arguments = train_arguments(tiny_config, name, "hf")
-        assert grpo_lab(*arguments, "--set", f"evaluation.enabled={enabled}").returncode == 0
-    assert comparable(tmp_path / "runs/on") == comparable(tmp_path / "runs/off")
-    assert hashes(tmp_path / "runs/on/checkpoints/rollouts_00000032") == hashes(
-        tmp_path / "runs/off/checkpoints/rollouts_00000032"
-    )
-
-
 def test_resume_refuses_another_trajectory(grpo_lab: Run, tiny_config: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs/run"
     assert grpo_lab("train", "--config", tiny_config).returncode == 0

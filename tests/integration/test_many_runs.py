@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -14,6 +15,7 @@ import pytest
 from conftest import write_tiny_config
 
 from grpo_lab.assemble import assemble
+from grpo_lab.cli import main
 from grpo_lab.config_file import load_config
 from grpo_lab.console import Console
 from grpo_lab.errors import RunError
@@ -108,10 +110,15 @@ def test_report_is_one_page_that_escapes_what_models_write(tiny_config: Path, tm
     assert "divided by std(r)" in text and re.search(r"F - F_ref|F − F_ref", text) and "beta: 0.05" in text
 
 
-def test_report_of_no_run_is_one_line(grpo_lab: Run, tmp_path: Path) -> None:
+def test_report_of_no_run_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     for path in (tmp_path, tmp_path / "absent"):
-        done = grpo_lab("report", path, "--output", tmp_path / "r.html")
-        assert done.returncode == 2 and "give the path" in done.stderr and not (tmp_path / "r.html").exists()
+        monkeypatch.setattr(sys, "argv", ["grpo-lab", "report", str(path), "--output", str(tmp_path / "r.html")])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert stopped.value.code == 2 and "give the path" in capfd.readouterr().err
+        assert not (tmp_path / "r.html").exists()
 
 
 def test_eval_floor_compares_weightings_and_reuses_its_banks(grpo_lab: Run, tiny_config: Path, tmp_path: Path) -> None:
