@@ -78,8 +78,7 @@ def check_data(config: Config) -> None:
 
 def assemble(config: Config, checkpoint: Checkpoint | None = None, training: bool = True) -> Parts:
     """Load data, model and engine; the learner starts from `checkpoint` when given, with its training state if `training`."""
-    objective = resolve(config)
-    build_gate(objective.gate, objective.gate_options, objective.level)
+    objective = check(config)
     task = load_task(config.data)
     _check_task_size(config, task)
     base = resolve_model(config.model)

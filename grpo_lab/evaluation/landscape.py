@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from grpo_lab.thermo.binary import gibbs_kl, gibbs_success, heat_capacity
+from grpo_lab.thermo.binary import frontier, heat_capacity
 from grpo_lab.thermo.floor import plug_in, u_statistic
 
 Array = NDArray[np.float64]
@@ -33,12 +33,13 @@ class Landscape:
 def landscape(rewards: Array, betas: Array = BETAS) -> Landscape:
     """The landscape of reference rewards [N, K] in {0, 1}, averaged over problems."""
     p = (rewards.sum(axis=1) + rewards.mean()) / (rewards.shape[1] + 1)
+    kl, reward = frontier(p, betas)
     means = lambda values: [float(np.mean(value)) for value in values]  # noqa: E731
     return Landscape(
         beta=betas.tolist(),
         floor_lower=means(u_statistic(rewards, beta, 1.0) for beta in betas),
         floor_upper=means(plug_in(rewards, beta) for beta in betas),
-        reward=means(gibbs_success(p, beta) for beta in betas),
-        kl=means(gibbs_kl(p, beta) for beta in betas),
+        reward=reward.tolist(),
+        kl=kl.tolist(),
         heat_capacity=means(heat_capacity(p, beta) for beta in betas),
     )
