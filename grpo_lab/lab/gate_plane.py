@@ -17,8 +17,7 @@ from grpo_lab.drawing import ORANGE, save
 from grpo_lab.lab.recorded import RecordedStep
 from grpo_lab.objective.axes import Objective
 from grpo_lab.objective.gates import GateProtocol, build_gate
-from grpo_lab.objective.ratio import log_ratio
-from grpo_lab.objective.record import learning_signal
+from grpo_lab.objective.record import trained_tokens
 
 OLD_PROB = 0.5  # at which gates of probabilities are drawn
 _WIDEST, _SIGNAL_LIMIT, _POINTS = 2.5, 3.0, 401
@@ -40,13 +39,10 @@ def token_cloud(steps: Sequence[RecordedStep], objective: Objective) -> Cloud:
     parts: list[list[Tensor]] = []
     for step in steps:
         inputs = step.inputs(objective)
-        keep = inputs.weights > 0
-        log_rho = log_ratio(step.trained_logprobs, inputs.behaviour_logprobs, inputs.mask, objective.level)
-        advantages = inputs.advantages.unsqueeze(1).expand_as(log_rho)
-        opened = gate.df(log_rho.exp(), advantages, inputs.behaviour_logprobs.exp())
-        signal = learning_signal(step.trained_logprobs, inputs, objective, gate) * inputs.weights * inputs.correction
-        parts.append([value[keep] for value in (advantages, log_rho, opened, signal.abs())])
-    return Cloud(*(torch.cat(column).double().numpy() for column in zip(*parts, strict=True)))
+        tokens = trained_tokens(step.trained_logprobs, inputs, objective, gate)
+        mass = tokens.signal.abs() * (inputs.weights * inputs.correction)[inputs.weights > 0].double()
+        parts.append([tokens.advantages, tokens.log_rho, tokens.opened, mass])
+    return Cloud(*(torch.cat(column).numpy() for column in zip(*parts, strict=True)))
 
 
 def region_table(cloud: Cloud) -> list[str]:

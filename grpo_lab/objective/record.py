@@ -1,5 +1,7 @@
 """What a gate did to the tokens of a batch: the same record for every method."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,26 @@ def learning_signal(logprobs: Tensor, inputs: LossInputs, objective: Objective, 
     return signal
 
 
+@dataclass(frozen=True)
+class TrainedTokens:
+    """The tokens that give a gradient, float64, [n] each: advantage, log-ratio at the objective's level, f' and signal."""
+
+    advantages: Tensor
+    log_rho: Tensor
+    opened: Tensor
+    signal: Tensor
+
+
+def trained_tokens(logprobs: Tensor, inputs: LossInputs, objective: Objective, gate: GateProtocol) -> TrainedTokens:
+    """The trained tokens of a batch at the log-probs [N, C] they were trained at, row by row."""
+    keep = inputs.weights > 0
+    log_rho = log_ratio(logprobs, inputs.behaviour_logprobs, inputs.mask, objective.level)[keep].double()
+    advantages = inputs.advantages.unsqueeze(1).expand_as(keep)[keep].double()
+    opened = gate.df(log_rho.exp(), advantages, inputs.behaviour_logprobs[keep].double().exp())
+    signal = learning_signal(logprobs, inputs, objective, gate)[keep].double()
+    return TrainedTokens(advantages, log_rho, opened, signal)
+
+
 def gate_record(logprobs: Tensor, inputs: LossInputs, objective: Objective, gate: GateProtocol) -> dict[str, float]:
     """`gate/*` and `ratio/*` over the tokens that were trained on, at the log-probs [N, C] they were trained at.
 
@@ -27,11 +49,8 @@ def gate_record(logprobs: Tensor, inputs: LossInputs, objective: Objective, gate
     mean: mean f'. ess: (sum g)^2 / (n sum g^2) of the weights g = |signal / A|. signal_beyond_X: the share of sum |signal|
     that comes from tokens whose |log ratio| exceeds X nats.
     """
-    keep = inputs.weights > 0
-    log_rho = log_ratio(logprobs, inputs.behaviour_logprobs, inputs.mask, objective.level)[keep].double()
-    advantages = inputs.advantages.unsqueeze(1).expand_as(keep)[keep].double()
-    opened = gate.df(log_rho.exp(), advantages, inputs.behaviour_logprobs[keep].double().exp())
-    signal = learning_signal(logprobs, inputs, objective, gate)[keep].double().abs()
+    tokens = trained_tokens(logprobs, inputs, objective, gate)
+    advantages, log_rho, opened, signal = tokens.advantages, tokens.log_rho, tokens.opened, tokens.signal.abs()
     unit = (signal / advantages.abs())[advantages != 0]
     share = lambda which: float((opened[which] >= 0.5).double().mean()) if which.any() else 1.0  # noqa: E731
     total = max(float(signal.sum()), 1e-300)
