@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,17 @@ from grpo_lab.errors import ConfigError
 from grpo_lab.hub import check_local_model, load_tokenizer, resolve_model, stop_token_ids
 from grpo_lab.learner.checkpoint import Checkpoint
 from grpo_lab.learner.learner import Learner
-from grpo_lab.learner.weights import export_weights
+from grpo_lab.learner.weights import export_reference, export_weights
 from grpo_lab.objective.axes import Objective, resolve
 from grpo_lab.objective.gates import build_gate
-from grpo_lab.rollout.collect import Collector
+from grpo_lab.rollout.collect import Collector, render_prompt
 from grpo_lab.rollout.engines import Engine, EngineSpec, build_engine, find_engine
+from grpo_lab.scratch import scratch_folder
 from grpo_lab.tasks import TaskProtocol, find_task, load_task
-from grpo_lab.types import Sampling
+from grpo_lab.types import Canary, Sampling
 
-_WEIGHTS_PREFIX = "grpo_lab-weights-"
+_CANARY_TOKENS = 64
+_EXACT_LIMIT = 0.01  # nats per token between a sampler and a learner that both compute in fp32
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Parts:
     collector: Collector
     learner: Learner
     weights_dir: Path
+    canary_ids: tuple[int, ...]
 
     @property
     def evaluation_sampling(self) -> Sampling:
@@ -49,10 +53,27 @@ class Parts:
         """The most this task pays for a completion; 1 unless the task says otherwise."""
         return float(getattr(self.task, "largest_reward", 1.0))
 
-    def push_weights(self, version: int) -> None:
-        """Send the learner's weights to the engine, stamped `version`."""
-        export_weights(self.learner.policy, self.weights_dir)
-        self.engine.load_weights(self.weights_dir, version)
+    def push_weights(self, version: int) -> dict[str, float]:
+        """Send the learner's weights to the engine, stamped `version`, and have it prove what it holds: the metrics."""
+        folder = self.weights_dir / f"version_{version:08d}"
+        export_weights(self.learner.policy, folder)
+        self.engine.load_weights(folder, version)
+        kept = 1 + (self.config.rollout.max_staleness + 1 if self.learner.policy.lora else 0)  # adapters still in use
+        for old in sorted(self.weights_dir.iterdir())[:-kept]:
+            shutil.rmtree(old, ignore_errors=True)
+        verify: Callable[[Canary], dict[str, float]] | None = getattr(self.engine, "verify", None)
+        return verify(self._canary(version)) if verify else {}
+
+    def push_reference(self) -> None:
+        """Send the reference's weights as version 0: attached workers may hold those of an earlier run."""
+        folder = self.weights_dir / "reference"
+        export_reference(self.learner.policy, folder)
+        self.engine.load_weights(folder, 0)
+
+    def _canary(self, version: int) -> Canary:
+        exact, limit = self.config.model.dtype == "float32", self.config.rollout.mismatch_limit
+        logprobs = self.learner.prompt_logprobs(self.canary_ids)
+        return Canary(version, self.canary_ids, logprobs, min(limit, _EXACT_LIMIT) if exact else limit)
 
     def close(self) -> None:
         """Stop the engine and remove the pushed weights."""
@@ -63,11 +84,34 @@ class Parts:
 def check(config: Config) -> Objective:
     """What can be refused before anything loads: axes, gate, the names of engine and task, a local model's folder."""
     objective = resolve(config)
+    _check_rollout(config)
     build_gate(objective.gate, objective.gate_options, objective.level)
-    find_engine(config.rollout.engine)
+    find_engine(config.rollout.engine_name)
     find_task(config.data.task)
     check_local_model(config.model)
     return objective
+
+
+def _check_rollout(config: Config) -> None:
+    """ConfigError for workers that cannot be, and for staleness without an engine that samples beside the learner."""
+    rollout = config.rollout
+    if rollout.has_workers and rollout.engine_name != "vllm_server":
+        raise ConfigError(
+            f"rollout.workers and rollout.urls are vLLM servers, but rollout.engine={rollout.engine}: leave it at vllm, or "
+            "set rollout.workers=0 and rollout.urls=[]"
+        )
+    if rollout.max_staleness and not getattr(find_engine(rollout.engine_name), "concurrent", False):
+        raise ConfigError(
+            f"rollout.max_staleness={rollout.max_staleness} lets sampling run beside the training, which engine "
+            f"{rollout.engine_name} cannot: add --set rollout.workers=1 (or more), or rollout.urls, or set it to 0"
+        )
+    if rollout.in_flight != "wait" and (config.model.lora_rank or not rollout.has_workers):
+        lora = config.model.lora_rank > 0
+        reason = "an adapter comes beside the one in use" if lora else "the engine is in the learner's process"
+        raise ConfigError(
+            f"rollout.in_flight={rollout.in_flight} has no meaning here ({reason}): running completions always finish; leave "
+            "it at wait"
+        )
 
 
 def check_data(config: Config) -> None:
@@ -76,8 +120,16 @@ def check_data(config: Config) -> None:
         _check_task_size(config, load_task(config.data))
 
 
-def assemble(config: Config, checkpoint: Checkpoint | None = None, training: bool = True) -> Parts:
-    """Load data, model and engine; the learner starts from `checkpoint` when given, with its training state if `training`."""
+def assemble(
+    config: Config,
+    checkpoint: Checkpoint | None = None,
+    training: bool = True,
+    say: Callable[[str], None] = lambda line: None,
+) -> Parts:
+    """Load data, model and engine; the learner starts from `checkpoint` when given, with its training state if `training`.
+
+    `say` takes a line for the user, now and while the engine runs.
+    """
     objective = check(config)
     task = load_task(config.data)
     _check_task_size(config, task)
@@ -89,11 +141,20 @@ def assemble(config: Config, checkpoint: Checkpoint | None = None, training: boo
         top_p=config.rollout.top_p,
         stop_token_ids=stop_token_ids(base, tokenizer),
     )
-    engine = build_engine(EngineSpec(base, config.model, config.rollout))
+    canary = render_prompt(tokenizer, task.train[0], config.rollout.max_prompt_tokens)[:_CANARY_TOKENS]
     state = checkpoint.training_state if checkpoint and training else None
-    learner = Learner(config, objective, base, checkpoint.folder if checkpoint else None, state)
-    collector = Collector(engine, tokenizer, task.grade, config.seed, config.rollout.max_prompt_tokens)
-    return Parts(config, objective, task, tokenizer, sampling, engine, collector, learner, _weights_dir(config, base))
+    with ExitStack() as on_failure:
+        weights = _weights_dir(config, base)
+        on_failure.callback(shutil.rmtree, weights, ignore_errors=True)
+        engine = build_engine(EngineSpec(base, config.model, config.rollout, say))
+        on_failure.callback(engine.close)
+        learner = Learner(config, objective, base, checkpoint.folder if checkpoint else None, state)
+        collector = Collector(engine, tokenizer, task.grade, config.seed, config.rollout.max_prompt_tokens)
+        parts = Parts(config, objective, task, tokenizer, sampling, engine, collector, learner, weights, canary)
+        if config.rollout.urls and not config.model.lora_rank:
+            parts.push_reference()
+        on_failure.pop_all()
+        return parts
 
 
 def _check_task_size(config: Config, task: TaskProtocol) -> None:
@@ -105,7 +166,7 @@ def _check_task_size(config: Config, task: TaskProtocol) -> None:
 
 
 def _weights_dir(config: Config, model: Path) -> Path:
-    """A new folder for pushes, in shared memory where it fits; folders that killed jobs left there go first."""
+    """A new folder for pushes, in shared memory where it fits."""
     if config.rollout.weights_dir:
         parent = Path(expand_path(config.rollout.weights_dir))
         if not parent.is_dir():
@@ -117,8 +178,4 @@ def _weights_dir(config: Config, model: Path) -> Path:
         shared = Path("/dev/shm")
         fits = shared.is_dir() and shutil.disk_usage(shared).free > 2 * size
         parent = shared if fits else Path(tempfile.gettempdir())
-    for stale in parent.glob(f"{_WEIGHTS_PREFIX}*"):
-        owner = stale.name.removeprefix(_WEIGHTS_PREFIX).split("-")[0]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists() and Path("/proc/self").exists():
-            shutil.rmtree(stale, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{_WEIGHTS_PREFIX}{os.getpid()}-", dir=parent))
+    return scratch_folder("weights", parent)

@@ -7,11 +7,12 @@ The defaults are the GSM8K experiment with Qwen2.5-0.5B-Instruct. Axes left at n
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from string import Template
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator
 
 from grpo_lab.errors import ConfigError
 
@@ -54,6 +55,16 @@ class RolloutConfig(_Section):
     """Sampling of completions. T != 1 or top-p < 1 changes the policy that is trained; the trainer warns."""
 
     engine: str = "vllm"
+    workers: int = Field(0, ge=0)  # vLLM servers to start beside the learner; 0 = the engine runs in its process
+    urls: list[str] = []  # running workers to attach, http://host:port; `grpo-lab worker` starts one
+    worker_gpus: int = Field(1, ge=1)  # GPUs of one worker (tensor parallel)
+    worker_gpu_memory: float = Field(0.9, gt=0, lt=1)  # share of its GPUs' memory a worker takes
+    worker_timeout_s: float = Field(60, gt=0)  # a worker silent for this long counts as hung
+    worker_restarts: int = Field(3, ge=0)  # of one worker in a run
+    max_staleness: int = Field(0, ge=0)  # pushes a completion may be behind; above 0 sampling overlaps training
+    in_flight: Literal["wait", "keep", "abort"] = (
+        "wait"  # running completions at a push: finish, go on with new weights, redo
+    )
     max_new_tokens: int = Field(512, ge=1)
     max_prompt_tokens: int = Field(512, ge=1)
     temperature: float = Field(1.0, gt=0)
@@ -62,6 +73,23 @@ class RolloutConfig(_Section):
     cpu_kv_cache_gb: int = Field(2, ge=1)
     weights_dir: str | None = None  # where weight pushes travel; null = /dev/shm, else the temporary directory
     mismatch_limit: float = Field(0.3, gt=0)  # mean |learner - sampler| log-prob in nats that stops the run
+
+    @field_validator("urls")
+    @classmethod
+    def _check_urls(cls, urls: list[str]) -> list[str]:
+        for url in urls:
+            if not re.fullmatch(r"https?://[^/\s:]+(:\d+)?/?", url):
+                raise ValueError(f"{url!r} is no worker's address: write http://host:port")
+        return urls
+
+    @property
+    def has_workers(self) -> bool:
+        return bool(self.workers or self.urls or self.engine == "vllm_server")
+
+    @property
+    def engine_name(self) -> str:
+        """The engine that runs: vLLM's servers where workers are asked for."""
+        return "vllm_server" if self.engine == "vllm" and self.has_workers else self.engine
 
 
 class ObjectiveConfig(_Section):
@@ -75,7 +103,7 @@ class ObjectiveConfig(_Section):
     kl: KLName | None = None
     aggregate: AggregateName | None = None
     old: OldPolicy | None = None
-    correction: CorrectionName = "none"
+    correction: CorrectionName | None = None  # null = none, or tis where completions may be stale
     correction_options: dict[str, float] = {}
     dynamic_sampling: bool | None = None  # replace groups whose rewards are all equal
     max_regenerations: int = Field(4, ge=1)  # rounds of replacement a step; what is unmixed after them is kept

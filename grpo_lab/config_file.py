@@ -20,6 +20,12 @@ FREE_ON_RESUME = {
     "total_rollouts",
     "rollout.weights_dir",
     "rollout.mismatch_limit",
+    "rollout.workers",
+    "rollout.urls",
+    "rollout.worker_gpus",
+    "rollout.worker_gpu_memory",
+    "rollout.worker_timeout_s",
+    "rollout.worker_restarts",
     "evaluation.enabled",
     "evaluation.bank_dir",
 }

@@ -73,11 +73,14 @@ class Console:
         done = int(metrics["step"])
         rate = (time.monotonic() - self._started) / max(done - self._first_step, 1)
         left = "" if self._bar else f"  left {_clock(rate * (self._steps - done))}"
+        mismatch = metrics.get("rollout/mismatch_mean", metrics.get("rollout/canary_mean", 0.0))
+        stale = metrics["rollout/staleness_max"]
+        behind = f"stale {stale:.0f}  overlap {metrics['perf/overlap']:.0%}  " if stale else ""
         self.say(
             f"step {done:>4}/{self._steps}  rollouts {int(metrics['rollouts/total']):>7,}  "
             f"reward {metrics['reward/mean']:.3f}  KL {metrics['policy/kl_ref']:7.3f}  F {metrics['policy/free_energy']:+.3f}  "
             f"gate open {metrics['gate/open_fraction']:.3f}  grad {metrics['policy/grad_norm']:.2f}  "
-            f"mismatch {metrics['rollout/mismatch_mean']:.1e}  {metrics['perf/tokens_per_second']:.0f} tok/s{left}"
+            f"mismatch {mismatch:.1e}  {behind}{metrics['perf/tokens_per_second']:.0f} tok/s{left}"
         )
         self._seen_step = True
         for text in batch_warnings(metrics):
@@ -174,9 +177,24 @@ def describe_config(config: Config, objective: Objective) -> list[str]:
            if config.evaluation.enabled else "; no evaluation"),
         f"model      {config.model.name}, {config.model.dtype}, "
         + (f"LoRA rank {config.model.lora_rank}" if config.model.lora_rank else "full fine-tuning")
-        + f"; engine {config.rollout.engine}; task {config.data.task}",
+        + f"; task {config.data.task}",
+        f"rollouts   {_engine_line(config)}",
     ]  # fmt: skip
     return lines + [f"warning    {text}" for text in warnings(config, objective)]
+
+
+def _engine_line(config: Config) -> str:
+    rollout = config.rollout
+    if not rollout.has_workers:
+        return f"engine {rollout.engine} in the learner's process, with the newest weights"
+    counts = [(max(rollout.workers, not rollout.urls), "started here"), (len(rollout.urls), "attached")]
+    workers = " and ".join(f"{count} {where}" for count, where in counts if count)
+    if rollout.max_staleness == 0:
+        return f"vLLM workers: {workers}; with the newest weights (max_staleness 0)"
+    return (
+        f"vLLM workers: {workers}; sampled while the learner trains, at most {rollout.max_staleness} pushes behind; "
+        f"in flight at a push: {rollout.in_flight}"
+    )
 
 
 def dry_run(console: Console, config: Config, objective: Objective) -> None:

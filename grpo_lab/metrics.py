@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from grpo_lab.objective.advantages import ZSCORE_EPS, overlong_penalty, sequence_log_ratio, shaped_returns
+import torch
+from torch import Tensor
+
+from grpo_lab.objective.advantages import ZSCORE_EPS, overlong_penalty, shaped_returns
 from grpo_lab.objective.axes import Objective
 from grpo_lab.thermo.normalisation import std_gain
 from grpo_lab.types import RolloutGroup, TrainBatch
+
+if TYPE_CHECKING:
+    from grpo_lab.rollout.ahead import SamplingTimes
 
 OUTCOMES = ("unparsable", "truncated")
 
@@ -28,27 +35,58 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     }
 
 
-def batch_metrics(batch: TrainBatch, objective: Objective) -> dict[str, float]:
-    """KL to the reference (k1, per sequence, nats), its standard error, F on the training batch, and the mismatch.
+def batch_metrics(batch: TrainBatch, objective: Objective, version: int) -> dict[str, float]:
+    """KL to the reference (k1, per sequence, nats), its standard error, F on the training batch, mismatch and staleness.
 
-    The error is of fixed prompts: the mean within-group variance over N (THEORY C.2), so it holds for few prompts too.
+    `version` is the learner's. KL and F are of the policies that sampled: of older weights' completions the sampler's log-probs
+    count, since an average of the current ones' over them is no KL (it can be negative). The error is of fixed prompts: the
+    mean within-group variance over N (THEORY C.2), so it holds for few prompts too.
     """
     tokens, mask = batch.tokens, batch.tokens.completion_mask
-    groups = sequence_log_ratio(batch).double().view(-1, tokens.group_size)
+    staleness = version - tokens.weight_versions
+    sampled = torch.where((staleness == 0).unsqueeze(1), batch.old_logprobs, tokens.rollout_logprobs)
+    groups = ((sampled - batch.ref_logprobs) * mask).sum(dim=1).double().view(-1, tokens.group_size)
     kl = float(groups.mean())
-    difference = ((batch.old_logprobs - tokens.rollout_logprobs) * mask).abs()
     metrics = {
         "policy/kl_ref": kl,
         "policy/kl_ref_se": float((groups.var(dim=1).mean() / groups.numel()).sqrt()),
         "policy/free_energy": objective.beta * kl - float(tokens.rewards.double().mean()),
-        "rollout/mismatch_mean": float(difference.sum() / mask.sum()),
-        "rollout/mismatch_max": float(difference.max()),
+        "rollout/staleness_mean": float(staleness.double().mean()),
+        "rollout/staleness_max": float(staleness.max()),
+        **_log_prob_differences(batch, staleness),
         **beta_eff_metrics(batch, objective),
     }
     if objective.overlong_cache:
         penalty = overlong_penalty(mask.sum(dim=1), objective.max_tokens, objective.overlong_cache)
         metrics["reward/overlong_penalty"] = float(penalty.mean())
     return metrics
+
+
+def _log_prob_differences(batch: TrainBatch, staleness: Tensor) -> dict[str, float]:
+    """Mean and largest |learner - sampler| per token: `mismatch` over samples of the learner's own weights, which is rounding,
+    `off_policy` over older ones', which is what training did since; each only where there are such samples."""
+    differences = {}
+    for name, rows in (("mismatch", staleness == 0), ("off_policy", staleness > 0)):
+        mask = batch.tokens.completion_mask * rows.unsqueeze(1)
+        if rows.any():
+            gap = ((batch.old_logprobs - batch.tokens.rollout_logprobs) * mask).abs()
+            differences[f"rollout/{name}_mean"] = float(gap.sum() / mask.sum())
+            differences[f"rollout/{name}_max"] = float(gap.max())
+    return differences
+
+
+def time_metrics(sampling: SamplingTimes, times: Mapping[str, float], tokens: int) -> dict[str, float]:
+    """Seconds of a step's parts, who waited for whom, and completion tokens a second.
+
+    Where sampling runs ahead, a step lasts as long as the learner waits for its batch and works on it.
+    """
+    spent = {"generate": sampling.generate, **times}
+    if sampling.overlap > 0:
+        spent |= {"wait_rollouts": sampling.wait_rollouts, "wait_learner": sampling.wait_learner}
+    speed = {f"time/{name}": round(seconds, 4) for name, seconds in spent.items()}
+    speed["perf/overlap"] = round(sampling.overlap, 4)
+    speed["perf/tokens_per_second"] = round(tokens / (sampling.wait_rollouts + sum(times.values())), 2)
+    return speed
 
 
 def beta_eff_metrics(batch: TrainBatch, objective: Objective) -> dict[str, float]:

@@ -74,6 +74,7 @@ def _rows(index: int, group: RolloutGroup) -> list[dict[str, Any]]:
             "extracted": grade.extracted,
             "finish_reason": completion.finish_reason,
             "weight_version": completion.weight_version,
+            "weight_version_end": completion.weight_version_end,
             "prompt_ids": list(group.prompt_ids),
             "token_ids": list(completion.token_ids),
             "logprobs": list(completion.logprobs),
@@ -84,7 +85,14 @@ def _rows(index: int, group: RolloutGroup) -> list[dict[str, Any]]:
 
 def _group(rows: list[dict[str, Any]]) -> RolloutGroup:
     completions = tuple(
-        Completion(tuple(r["token_ids"]), tuple(r["logprobs"]), r["text"], r["finish_reason"], r["weight_version"])
+        Completion(
+            tuple(r["token_ids"]),
+            tuple(r["logprobs"]),
+            r["text"],
+            r["finish_reason"],
+            r["weight_version"],
+            r.get("weight_version_end"),
+        )
         for r in rows
     )
     grades = tuple(Grade(r["reward"], r["outcome"], r["extracted"]) for r in rows)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from grpo_lab.assemble import Parts, assemble, check
+from grpo_lab.batch import StepGroups, collect_step
 from grpo_lab.config import Config
 from grpo_lab.config_file import changed_keys
 from grpo_lab.console import Console
@@ -19,16 +20,13 @@ from grpo_lab.evaluation.report import draw_run, evaluate_run, evaluation_table,
 from grpo_lab.learner.checkpoint import Checkpoint, Progress, newest_checkpoint, save_checkpoint
 from grpo_lab.learner.collate import collate
 from grpo_lab.learner.learner import NonFiniteError
-from grpo_lab.metrics import batch_metrics, rollout_metrics
+from grpo_lab.metrics import batch_metrics, rollout_metrics, time_metrics
 from grpo_lab.objective.advantages import batch_advantages
 from grpo_lab.records import token_columns
-from grpo_lab.rollout.dynamic import collect_mixed
+from grpo_lab.rollout.ahead import BatchesAhead
 from grpo_lab.run_dir import RunDir
-from grpo_lab.seeding import derive_seed
 from grpo_lab.signals import stop_signals
-from grpo_lab.tasks import problems_for_step
 from grpo_lab.tracking import Tracker
-from grpo_lab.types import RolloutGroup
 
 _KL_TOLERANCE = 0.05  # nats; a sampled KL this little below zero is rounding, whatever its error says
 
@@ -46,8 +44,8 @@ def train(config: Config, console: Console, resume: RunDir | None = None) -> Run
     console.describe(config, check(config))
     if not resume:
         RunDir.refuse_existing(config)
-    console.say(f"loading    {config.model.name} and the {config.rollout.engine} engine")
-    parts = assemble(config, checkpoint)
+    console.say(f"loading    {config.model.name} and the {config.rollout.engine_name} engine")
+    parts = assemble(config, checkpoint, say=console.say)
     try:
         run = resume or RunDir.create(config)
         progress = checkpoint.progress if checkpoint else Progress()
@@ -71,9 +69,12 @@ def _loop(parts: Parts, run: RunDir, progress: Progress, console: Console, track
     """Steps and evaluations until the end or a stop signal; returns the signal's name, "" at the end."""
     config = parts.config
     last = newest_checkpoint(run.checkpoints)
-    with stop_signals() as stop:
+    steps = config.total_rollouts // config.rollouts_per_step
+    sampler = BatchesAhead(lambda step: collect_step(parts, step), config.rollout.max_staleness, steps)
+    with stop_signals() as stop, sampler:
         bank = _bank(parts, run, console) if config.evaluation.enabled else None
         parts.push_weights(progress.step)
+        sampler.allow(progress.step)
         while True:
             if bank and not stop and _is_milestone(config, progress) and not is_evaluated(run, progress.rollouts):
                 console.say(f"evaluating at {progress.rollouts:,} rollouts")
@@ -86,7 +87,7 @@ def _loop(parts: Parts, run: RunDir, progress: Progress, console: Console, track
             if progress.rollouts >= config.total_rollouts or stop:
                 break
             try:
-                progress, metrics = _step(parts, run, progress, console)
+                progress, metrics = _step(parts, run, progress, console, sampler)
             except NonFiniteError as error:
                 raise RunError(f"{error}; last good checkpoint: {last.folder if last else 'none yet'}") from None
             run.append_metrics(metrics)
@@ -97,20 +98,21 @@ def _loop(parts: Parts, run: RunDir, progress: Progress, console: Console, track
         return stop.name
 
 
-def _step(parts: Parts, run: RunDir, progress: Progress, console: Console) -> tuple[Progress, dict[str, float]]:
+def _step(
+    parts: Parts, run: RunDir, progress: Progress, console: Console, sampler: BatchesAhead[StepGroups]
+) -> tuple[Progress, dict[str, float]]:
     """One batch from problems to pushed weights. The numbers are the README's."""
     config, times = parts.config, dict[str, float]()
     console.phase(f"step {progress.step + 1}: sampling {config.rollouts_per_step:,} completions")
     # 1, 2, 3. problems, G siblings of each, graded
-    with _timed(times, "generate"):
-        groups, sampling = _collect(parts, progress.step)
+    (groups, sampling), spent = sampler.take(progress.step)
     console.phase(f"step {progress.step + 1}: log-probs under the learner and the reference")
     # 4, 5. tensors; log-probs under the learner and the reference
     with _timed(times, "annotate"):
         batch = parts.learner.annotate(collate(groups))
     # 6. advantages, with the KL in the reward where the objective puts it
     advantage = batch_advantages(batch, parts.objective)
-    metrics = {**rollout_metrics(groups), **sampling, **batch_metrics(batch, parts.objective)}
+    metrics = {**rollout_metrics(groups), **sampling, **batch_metrics(batch, parts.objective, progress.step)}
     _check_health(metrics, config, progress)
     console.phase(f"step {progress.step + 1}: updating")
     # 7. micro-batches -> loss -> gradient -> optimizer
@@ -120,35 +122,14 @@ def _step(parts: Parts, run: RunDir, progress: Progress, console: Console) -> tu
     tokens = int(batch.tokens.completion_mask.sum())
     after = Progress(progress.step + 1, progress.rollouts + config.rollouts_per_step, progress.tokens + tokens)
     with _timed(times, "sync"):
-        parts.push_weights(after.step)
+        pushed = parts.push_weights(after.step)
+    sampler.allow(after.step)
     # 9. the record
     if config.tracking.rollouts:
         run.save_rollouts(after.step, groups, token_columns(batch, advantage, report))
     counters = {"step": after.step, "rollouts/total": after.rollouts, "tokens/total": after.tokens}
-    speed = {f"time/{name}": round(seconds, 4) for name, seconds in times.items()}
-    speed["perf/tokens_per_second"] = round(tokens / sum(times.values()), 2)
-    return after, {**counters, **metrics, **report.metrics, **speed}
-
-
-def _collect(parts: Parts, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
-    """The graded groups of a step, and what dynamic sampling did where the objective wants it."""
-    config, used = parts.config, set[str]()
-
-    def collect(index: int, count: int) -> list[RolloutGroup]:
-        seed = derive_seed(config.seed, "regenerate", index) if index else config.seed
-        stream = problems_for_step(parts.task.train, seed, step, config.prompts_per_step)  # pure in (seed, step)
-        problems = [problem for problem in stream if index == 0 or problem.id not in used][:count]
-        used.update(problem.id for problem in problems)
-        if not problems:  # every problem of the data is in the batch
-            return []
-        purpose = ("rollout", step, index) if index else ("rollout", step)
-        return parts.collector.collect(problems, config.group_size, parts.sampling, purpose)
-
-    if not parts.objective.dynamic_sampling:
-        return collect(0, config.prompts_per_step), {}
-    mixed = collect_mixed(collect, config.prompts_per_step, config.objective.max_regenerations)
-    sampled = float(mixed.sampled * config.group_size)
-    return mixed.groups, {"rollouts/sampled": sampled, "rollouts/unmixed_groups": float(mixed.unmixed)}
+    speed = time_metrics(spent, times, tokens)
+    return after, {**counters, **metrics, **report.metrics, **pushed, **speed}
 
 
 def _bank(parts: Parts, run: RunDir, console: Console) -> ReferenceBank:
@@ -163,7 +144,8 @@ def _is_milestone(config: Config, progress: Progress) -> bool:
 
 def _check_health(metrics: dict[str, float], config: Config, progress: Progress) -> None:
     """Stop a run whose sampler and learner are not the same policy any more, before it trains on the difference."""
-    mismatch, limit = metrics["rollout/mismatch_mean"], config.rollout.mismatch_limit
+    limit = config.rollout.mismatch_limit
+    mismatch = metrics.get("rollout/mismatch_mean", 0.0)  # absent where no sample is of the current weights
     if config.rollout.top_p == 1 and not mismatch <= limit:
         raise RunError(
             f"step {progress.step + 1}: sampler and learner differ by {mismatch:.3g} nats per token on average (limit "

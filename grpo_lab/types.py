@@ -70,7 +70,8 @@ class Completion:
 
     `token_ids` are the sampled ids, the stop token included when `finish_reason` is "stop".
     `logprobs[t]` is the natural-log probability of `token_ids[t]` under the distribution actually sampled from.
-    `weight_version` counts the weight pushes the engine had received when it sampled.
+    `weight_version` counts the weight pushes the engine had received when it sampled; where pushes came in between, it is the
+    first token's (the oldest), and `weight_version_end` the last token's.
     """
 
     token_ids: tuple[int, ...]
@@ -78,10 +79,24 @@ class Completion:
     text: str
     finish_reason: FinishReason
     weight_version: int
+    weight_version_end: int | None = None
 
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
+
+
+@dataclass(frozen=True)
+class Canary:
+    """What the learner thinks of a fixed text at weight version `version`: log-probs of token_ids[1:], nats.
+
+    A sampler that holds the same weights agrees to within `limit` per token on average.
+    """
+
+    version: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    limit: float
 
 
 @dataclass(frozen=True)
@@ -97,6 +112,11 @@ class RolloutGroup:
     def rewards(self) -> tuple[float, ...]:
         return tuple(grade.reward for grade in self.grades)
 
+    @property
+    def weight_version(self) -> int:
+        """The oldest weights that sampled any of its tokens."""
+        return min(completion.weight_version for completion in self.completions)
+
 
 @dataclass(frozen=True)
 class TokenBatch:
@@ -105,7 +125,8 @@ class TokenBatch:
     `input_ids` [N, T] holds prompt + completion without its last token, right-padded; `attention_mask` [N, T] marks it.
     `predict_from` [N, C] is the row position whose logits predict completion token t: the shift by one, done once.
     Rows of a group are neighbours, G of them each; `group_ids` [N] is the group's number in the whole step (over all
-    ranks), `prompt_lengths` [N] counts prompt tokens, and `truncated` [N] marks completions that met the length limit.
+    ranks), `prompt_lengths` [N] counts prompt tokens, `truncated` [N] marks completions that met the length limit, and
+    `weight_versions` [N] are the oldest weights that sampled them.
     """
 
     input_ids: Tensor
@@ -118,6 +139,7 @@ class TokenBatch:
     truncated: Tensor
     group_ids: Tensor
     prompt_lengths: Tensor
+    weight_versions: Tensor
 
     @property
     def num_sequences(self) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from grpo_lab.cli import laboratory, sweeping, training
+from grpo_lab.cli import laboratory, sweeping, training, workers
 from grpo_lab.errors import UserError
 
 app = typer.Typer(
@@ -32,6 +32,8 @@ def _version(
 
 app.command()(training.train)
 app.command("list")(training.list_names)
+app.command()(workers.worker)
+app.command()(workers.doctor)
 app.command()(sweeping.sweep)
 app.command()(sweeping.report)
 app.command()(laboratory.replay)

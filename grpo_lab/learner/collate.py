@@ -37,6 +37,7 @@ def collate(groups: Sequence[RolloutGroup], group_ids: Sequence[int] | None = No
         truncated=torch.tensor([completion.truncated for _, _, completion in rows]),
         group_ids=torch.tensor([number for number, _, _ in rows]),
         prompt_lengths=prompt_lengths,
+        weight_versions=torch.tensor([completion.weight_version for _, _, completion in rows]),
     )
 
 
@@ -55,6 +56,7 @@ def select(tokens: TokenBatch, rows: Tensor) -> TokenBatch:
         truncated=tokens.truncated[rows],
         group_ids=tokens.group_ids[rows],
         prompt_lengths=tokens.prompt_lengths[rows],
+        weight_versions=tokens.weight_versions[rows],
     )
 
 

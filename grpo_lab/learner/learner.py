@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from grpo_lab.config import Config
 from grpo_lab.errors import RunError
-from grpo_lab.learner.collate import plan_microbatches, select
+from grpo_lab.learner.collate import collate, plan_microbatches, select
 from grpo_lab.learner.logprobs import TokenStatistics, completion_hidden, completion_logprobs, token_statistics
 from grpo_lab.learner.model import PolicyModel
 from grpo_lab.learner.optimizer import LearnerState, PolicyOptimizer
@@ -23,7 +24,7 @@ from grpo_lab.objective.gates import build_gate
 from grpo_lab.objective.loss import LossInputs, loss_inputs, policy_loss, trained_mask
 from grpo_lab.objective.record import correction_record, gate_record
 from grpo_lab.seeding import derive_seed
-from grpo_lab.types import TokenBatch, TrainBatch, UpdateReport
+from grpo_lab.types import Completion, Grade, Problem, RolloutGroup, TokenBatch, TrainBatch, UpdateReport
 
 
 class NonFiniteError(RunError):
@@ -55,9 +56,10 @@ class Learner:
 
     def annotate(self, tokens: TokenBatch) -> TrainBatch:
         """Add the learner's log-probs under the current weights and under the reference, fp32, no gradient."""
-        old = self._score(self.policy.causal_lm, tokens)
+        temperature = self._config.rollout.temperature
+        old = self._score(self.policy.causal_lm, tokens, temperature)
         with self.policy.as_reference() as reference:
-            ref = self._score(reference, tokens)
+            ref = self._score(reference, tokens, temperature)
         return TrainBatch(tokens, old, ref)
 
     @torch.no_grad()
@@ -76,13 +78,17 @@ class Learner:
                 getattr(result, name)[rows, : part.completion_mask.shape[1]] = getattr(measured, name)
         return result
 
+    def prompt_logprobs(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Log-probs of token_ids[1:], each given what stands before it, under the current weights at temperature 1."""
+        text = Completion(tuple(token_ids[1:]), (0.0,) * (len(token_ids) - 1), "", "length", 0)
+        group = RolloutGroup(Problem("", (), ""), tuple(token_ids[:1]), (text,), (Grade(0.0, "wrong"),))
+        return tuple(self._score(self.policy.causal_lm, collate([group]), 1.0)[0].tolist())
+
     @torch.no_grad()
-    def _score(self, model: Any, tokens: TokenBatch) -> Tensor:
+    def _score(self, model: Any, tokens: TokenBatch, temperature: float) -> Tensor:
         scores = torch.zeros(tokens.completion_mask.shape)
         for rows in self._plan(tokens, torch.arange(tokens.num_sequences)):
-            part = completion_logprobs(
-                model, select(tokens, rows), self._share_prompt, self._config.rollout.temperature
-            )
+            part = completion_logprobs(model, select(tokens, rows), self._share_prompt, temperature)
             scores[rows, : part.shape[1]] = part.cpu()
         return scores
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 
@@ -10,15 +11,23 @@ from grpo_lab.learner.model import PolicyModel
 
 
 def export_weights(policy: PolicyModel, folder: Path) -> None:
-    """Write `folder`/model.safetensors in the compute dtype (LoRA: the adapter as peft saves it).
-
-    A tied output head is written too: an engine that packed its own copy of the head would otherwise keep the old one.
-    """
+    """Write `folder`/model.safetensors in the compute dtype (LoRA: the adapter as peft saves it)."""
     folder.mkdir(parents=True, exist_ok=True)
     if policy.lora:
         policy.model.save_pretrained(folder)
-        return
-    model = policy.model
+    else:
+        _export_model(policy.model, folder)
+
+
+def export_reference(policy: PolicyModel, folder: Path) -> None:
+    """Write the frozen reference to `folder`/model.safetensors in the compute dtype."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with policy.as_reference() as reference:
+        _export_model(reference, folder)
+
+
+def _export_model(model: Any, folder: Path) -> None:
+    """A tied output head is written too: an engine that packed its own copy of the head would otherwise keep the old one."""
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     head = model.get_output_embeddings()
     for name, module in model.named_modules():

@@ -100,7 +100,19 @@ def _of_axes(o: Objective) -> list[tuple[bool, str]]:
 
 def _of_data(config: Config, o: Objective) -> list[tuple[bool, str]]:
     rollout = config.rollout
+    behind = f"completions may be {rollout.max_staleness} push{'es' if rollout.max_staleness > 1 else ''} old"
     return [
+        (
+            rollout.max_staleness > 0 and o.correction == "none" and o.old == "learner",
+            f"{behind}, and nothing corrects for it: the loss takes them for the current policy's, which biases its gradient; "
+            "leave objective.correction at null (tis), or choose icepop or mis",
+        ),
+        (
+            rollout.max_staleness > 0 and (o.correction != "none" or o.old == "rollout"),
+            f"{behind}: corrected token by token "
+            + (f"({o.correction})" if o.correction != "none" else "(by the ratio to the sampler)")
+            + ", which bounds the variance and leaves some bias; training follows the workers' timing, so resuming is not exact",
+        ),
         (
             rollout.temperature != 1 or rollout.top_p < 1,
             f"sampling at temperature {rollout.temperature:g}, top-p {rollout.top_p:g}: rewards and KL belong to that "

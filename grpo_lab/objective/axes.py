@@ -65,6 +65,9 @@ def resolve(config: Config) -> Objective:
     method, chosen, limit = METHODS[config.method], config.objective, config.rollout.max_new_tokens
     paper = config.recipe == "paper"
     same_gate = chosen.gate in (None, method.gate)
+    old = chosen.old or method.old
+    stale = config.rollout.max_staleness > 0
+    correction: CorrectionName = chosen.correction or ("tis" if stale and old == "learner" else "none")
     overlong = round(method.overlong_share * limit) if paper else 0
     objective = Objective(
         beta=config.beta,
@@ -74,9 +77,9 @@ def resolve(config: Config) -> Objective:
         advantage=chosen.advantage or (method.advantage if paper else "leave_one_out"),
         kl=chosen.kl or (method.kl if paper else "reward"),
         aggregate=chosen.aggregate or (method.aggregate if paper else "constant_length"),
-        old=chosen.old or method.old,
-        correction=chosen.correction,
-        correction_options={**CORRECTION_OPTIONS[chosen.correction], **chosen.correction_options},
+        old=old,
+        correction=correction,
+        correction_options={**CORRECTION_OPTIONS[correction], **chosen.correction_options},
         zscore_ddof=chosen.zscore_ddof,
         dynamic_sampling=paper and method.dynamic_sampling
         if chosen.dynamic_sampling is None

@@ -1,7 +1,8 @@
 """Problems -> graded groups: render the prompt, generate G siblings each, grade their text."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import Any
 
 from grpo_lab.errors import ConfigError
@@ -19,13 +20,15 @@ class Collector:
     grade: Callable[[Problem, str, bool], Grade]
     seed: int
     max_prompt_tokens: int
+    _one_at_a_time: Lock = field(default_factory=Lock, repr=False)  # tokenizers and tasks need not be thread-safe
 
     def collect(
         self, problems: Sequence[Problem], group_size: int, sampling: Sampling, purpose: tuple[str, *tuple[int, ...]]
     ) -> list[RolloutGroup]:
         """One group a problem. Sibling j is seeded by (run seed, *purpose, problem id, occurrence, j) and nothing else;
         a problem that comes twice in one call (where two epochs meet) has occurrences 0 and 1."""
-        prompts = [render_prompt(self.tokenizer, problem, self.max_prompt_tokens) for problem in problems]
+        with self._one_at_a_time:
+            prompts = [render_prompt(self.tokenizer, problem, self.max_prompt_tokens) for problem in problems]
         ids = [problem.id for problem in problems]
         requests = [
             GenerationRequest(prompt, derive_seed(self.seed, *purpose, ids[i], ids[:i].count(ids[i]), sibling))
@@ -34,12 +37,13 @@ class Collector:
         ]
         completions = self.engine.generate(requests, sampling)
         assert len(completions) == len(requests), "an engine answers every request"
-        texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-        named = [replace(completion, text=text) for completion, text in zip(completions, texts, strict=True)]
-        return [
-            self._group(problem, prompt, named[i * group_size : (i + 1) * group_size])
-            for i, (problem, prompt) in enumerate(zip(problems, prompts, strict=True))
-        ]
+        with self._one_at_a_time:
+            texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+            named = [replace(completion, text=text) for completion, text in zip(completions, texts, strict=True)]
+            return [
+                self._group(problem, prompt, named[i * group_size : (i + 1) * group_size])
+                for i, (problem, prompt) in enumerate(zip(problems, prompts, strict=True))
+            ]
 
     def _group(self, problem: Problem, prompt: tuple[int, ...], completions: list[Completion]) -> RolloutGroup:
         grades = tuple(self.grade(problem, completion.text, completion.truncated) for completion in completions)

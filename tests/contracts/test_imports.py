@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "grpo_lab"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # What a folder may import of grpo_lab besides itself; a folder that is not listed may import all but train and cli.
-SHARED = {"types", "config", "errors", "plugins", "seeding"}
+SHARED = {"types", "config", "errors", "plugins", "seeding", "scratch"}
 ALLOWED = {
     "thermo": set[str](),
     "objective": SHARED | {"methods"},

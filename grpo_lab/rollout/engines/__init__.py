@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +20,7 @@ class EngineSpec:
     model_path: Path
     model: ModelConfig
     rollout: RolloutConfig
+    say: Callable[[str], None] = field(default=lambda text: None, compare=False)  # one line to the user
 
     @property
     def max_model_len(self) -> int:
@@ -27,7 +28,12 @@ class EngineSpec:
 
 
 class Engine(Protocol):
-    """Samples completions with the newest weights it was given. Constructed as `EngineImpl(spec: EngineSpec)`."""
+    """Samples completions with the newest weights it was given. Constructed as `EngineImpl(spec: EngineSpec)`.
+
+    Two things more an engine may have: a class attribute `concurrent = True`, when it can sample while the learner trains and
+    from several threads (asked for by `rollout.max_staleness`), and `verify(canary) -> metrics`, called after each push, which
+    proves that every copy of the weights is the learner's.
+    """
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[Completion]:
         """One completion a request, in order. `text` is left to the caller's tokenizer and is empty here."""
@@ -43,8 +49,8 @@ class Engine(Protocol):
 
 
 def build_engine(spec: EngineSpec) -> Engine:
-    """The engine `rollout.engine` names; ConfigError when it is unknown or its package is missing."""
-    engine: Engine = find_engine(spec.rollout.engine)(spec)
+    """The engine the configuration names; ConfigError when it is unknown or its package is missing."""
+    engine: Engine = find_engine(spec.rollout.engine_name)(spec)
     return engine
 
 

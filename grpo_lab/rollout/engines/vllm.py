@@ -18,9 +18,8 @@ import torch
 
 from grpo_lab.errors import ConfigError, RunError
 from grpo_lab.rollout.engines import EngineSpec
+from grpo_lab.rollout.engines._vllm_options import engine_options, sampling_options
 from grpo_lab.types import Completion, GenerationRequest, Sampling
-
-_MAX_SEQUENCES = 256
 
 
 class EngineImpl:
@@ -42,7 +41,9 @@ class EngineImpl:
                     "`make setup CUDA=1`, or choose --set rollout.engine=hf"
                 ) from None
             try:
-                self._llm: Any = LLM(**self._engine_options(spec))
+                self._llm: Any = LLM(
+                    **engine_options(spec, self._on_gpu), **self._colocated(spec), use_tqdm_on_load=False
+                )
             except (RuntimeError, ValueError) as error:
                 reason = " ".join(str(error).split())[:400]
                 raise RunError(
@@ -50,66 +51,23 @@ class EngineImpl:
                 ) from None
         self._sleep()
 
-    def _engine_options(self, spec: EngineSpec) -> dict[str, Any]:
-        options: dict[str, Any] = {
-            "model": str(spec.model_path),
-            "dtype": spec.model.dtype,
-            "trust_remote_code": spec.model.trust_remote_code,
-            "max_model_len": spec.max_model_len,
-            "max_num_seqs": _MAX_SEQUENCES,
-            "generation_config": "vllm",
-            "logprobs_mode": "processed_logprobs",
-            "enable_prefix_caching": True,
-            "disable_log_stats": True,
-            "use_tqdm_on_load": False,
-            "seed": 0,
-        }
-        if spec.model.lora_rank:
-            options |= {"enable_lora": True, "max_lora_rank": _lora_slots(spec.model.lora_rank), "max_loras": 1}
-        if self._on_gpu:
-            return options | {
-                "gpu_memory_utilization": spec.rollout.gpu_memory_utilization,
-                "enable_sleep_mode": True,
-            }
-        return options | {
-            "enforce_eager": True,
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(8192, spec.max_model_len),
-            "kv_cache_memory_bytes": spec.rollout.cpu_kv_cache_gb << 30,
-        }
+    def _colocated(self, spec: EngineSpec) -> dict[str, Any]:
+        """Sharing a GPU with the learner: a part of the memory, and sleep between calls."""
+        if not self._on_gpu:
+            return {}
+        return {"gpu_memory_utilization": spec.rollout.gpu_memory_utilization, "enable_sleep_mode": True}
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[Completion]:
         """One completion a request, in order."""
-        from vllm import TokensPrompt
+        from vllm import SamplingParams, TokensPrompt
 
         self._wake()
         self._llm.reset_prefix_cache()
         prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
-        parameters = [self._parameters(sampling, request.seed) for request in requests]
+        parameters = [SamplingParams(**sampling_options(request, sampling)) for request in requests]
         outputs = self._llm.generate(prompts, parameters, use_tqdm=False, lora_request=self._adapter)
         self._sleep()
         return [self._completion(output.outputs[0]) for output in outputs]
-
-    @staticmethod
-    def _parameters(sampling: Sampling, seed: int) -> Any:
-        from vllm import SamplingParams
-
-        return SamplingParams(
-            n=1,
-            seed=seed,
-            max_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=0.0,
-            frequency_penalty=0.0,
-            stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=False,
-            logprobs=0,
-            detokenize=False,
-        )
 
     def _completion(self, output: Any) -> Completion:
         logprobs = [step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)]
@@ -174,8 +132,3 @@ def _output_kept() -> Iterator[str]:
             os.dup2(copy, number)
             os.close(copy)
         os.close(descriptor)
-
-
-def _lora_slots(rank: int) -> int:
-    """The smallest adapter size vLLM is built for that holds `rank`."""
-    return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)

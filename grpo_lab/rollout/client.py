@@ -1,0 +1,159 @@
+"""The HTTP interface of one vLLM server, as far as rollouts need it: vLLM's own routes, nothing of ours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+
+from grpo_lab.types import Completion
+
+InFlight = Literal["wait", "keep", "abort"]
+
+
+class WorkerError(Exception):
+    """A server did not do what it was asked. `refused`: it answered that the request itself is wrong (4xx)."""
+
+    def __init__(self, message: str, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
+
+
+class WorkerClient:
+    """One server at `url`. Every method raises WorkerError when the server is unreachable or answers with an error."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        key = os.environ.get("VLLM_API_KEY")
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            timeout=httpx.Timeout(None, connect=10),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            headers={"Authorization": f"Bearer {key}"} if key else None,
+            trust_env=False,  # a proxy is for the internet, not for workers
+        )
+
+    async def _call(self, method: str, path: str, timeout: float | None = None, **arguments: Any) -> Any:
+        limit = httpx.USE_CLIENT_DEFAULT if timeout is None else httpx.Timeout(timeout)
+        try:
+            answer = await self._http.request(method, path, timeout=limit, **arguments)
+        except httpx.HTTPError as error:
+            raise WorkerError(f"{path}: {type(error).__name__} {error}".rstrip()) from None
+        if answer.status_code >= 400:
+            raise WorkerError(f"{path}: {_reason(answer)}", 400 <= answer.status_code < 500)
+        if answer.headers.get("content-type", "").startswith("application/json"):
+            return answer.json()
+        return None
+
+    # -- sampling ----------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Mapping[str, Any], model: str | None
+    ) -> Completion | None:
+        """One completion of a prompt under vLLM's sampling parameters; None when a weight push aborted it.
+
+        `model` names the adapter, None is the base model. `weight_version` is that of the first token, `weight_version_end`
+        of the last one where a push came in between.
+        """
+        body = {"token_ids": list(token_ids), "sampling_params": dict(sampling), "model": model}
+        answer = await self._call("POST", "/inference/v1/generate", json=body)
+        choice = answer["choices"][0]
+        if choice["finish_reason"] not in ("stop", "length"):
+            return None
+        spans = [_version(span["version"]) for span in choice.get("weight_versions") or []]
+        if not spans or not choice["token_ids"]:
+            raise WorkerError("/inference/v1/generate: an answer without tokens")
+        return Completion(
+            token_ids=tuple(choice["token_ids"]),
+            logprobs=tuple(step["logprob"] for step in choice["logprobs"]["content"]),
+            text="",
+            finish_reason=choice["finish_reason"],
+            weight_version=min(spans),
+            weight_version_end=max(spans) if len(spans) > 1 else None,
+        )
+
+    async def prompt_logprobs(self, token_ids: Sequence[int], model: str | None) -> list[float]:
+        """Natural-log probabilities of token_ids[1:] given what stands before each, at temperature 1."""
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+        body = {"token_ids": list(token_ids), "sampling_params": sampling, "model": model}
+        answer = await self._call("POST", "/inference/v1/generate", json=body)
+        steps = answer["prompt_logprobs"][1:]
+        return [float(step[str(token)]["logprob"]) for token, step in zip(token_ids[1:], steps, strict=True)]
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    async def is_healthy(self) -> bool:
+        """Whether the server answers and its engine lives."""
+        try:
+            await self._call("GET", "/health", timeout=5)
+        except WorkerError:
+            return False
+        return True
+
+    async def max_model_len(self) -> int:
+        """The longest prompt + completion the server takes, in tokens."""
+        answer = await self._call("GET", "/v1/models", timeout=10)
+        return int(answer["data"][0]["max_model_len"])
+
+    async def version(self, timeout: float) -> int:
+        """The weight version the engine holds. It goes through the engine's own loop, so an engine that hangs is found."""
+        answer = await self._call("GET", "/weight_info", timeout=timeout)
+        return _version(answer["weight_version"])
+
+    async def checksums(self) -> dict[str, str]:
+        """sha256 of every parameter as the engine holds it. On CPU, packed matrices have none left to sum."""
+        answer = await self._call("POST", "/weight_checker", json={"action": "checksum"})
+        sums: dict[str, str] = answer["checksums"]
+        return sums
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: InFlight) -> None:
+        """Stop generating: `wait` for running requests, `keep` them frozen, or `abort` them. New ones queue."""
+        await self._call("POST", "/pause", params={"mode": mode})
+
+    async def resume(self) -> None:
+        await self._call("POST", "/resume")
+
+    async def reload(self, folder: Path) -> None:
+        """Load the safetensors of `folder`, a path as the server sees it."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await self._call("POST", "/collective_rpc", json=body)
+
+    async def set_version(self, version: int) -> None:
+        await self._call("POST", "/update_weight_version", json={"new_version": str(version)})
+
+    async def reset_prefix_cache(self, recompute_running: bool) -> None:
+        """Forget cached prompts of the old weights; requests frozen in `keep` compute theirs again."""
+        query = {"reset_running_requests": str(recompute_running).lower()}
+        answer = await self._call("POST", "/reset_prefix_cache", params=query)
+        if not answer["success"]:
+            raise WorkerError("/reset_prefix_cache: the cache is still held by requests")
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        await self._call("POST", "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder)})
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._call("POST", "/v1/unload_lora_adapter", json={"lora_name": name})
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+
+def _version(text: str) -> int:
+    """A worker nobody has pushed to holds "default", the weights it started with: version 0."""
+    return int(text) if text.lstrip("-").isdigit() else 0
+
+
+def _reason(answer: httpx.Response) -> str:
+    try:
+        body = answer.json()
+        text = (
+            body["error"]["message"] if isinstance(body.get("error"), dict) else body.get("detail") or body.get("error")
+        )
+    except (ValueError, KeyError, AttributeError):
+        text = answer.text
+    return f"{answer.status_code} {' '.join(str(text).split())[:300]}"

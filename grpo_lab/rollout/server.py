@@ -1,0 +1,141 @@
+"""vLLM's own OpenAI-compatible server as a child process: its command line, its share of the machine, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_lab.errors import ConfigError
+from grpo_lab.rollout import guard
+
+STOP_S = guard.GRACE_S + 5
+_FAILURES = re.compile(r"(?:[A-Za-z]*(?:Error|Exception|Exit)\b: .+|error: .+|out of memory.+)")
+
+
+class ServerProcess:
+    """One vLLM server. Its output goes to `log`; it never outlives this process (see guard.py)."""
+
+    def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
+        self.log = log
+        self._environment = dict(environment)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, command: Sequence[str]) -> None:
+        """Start the command in a session of its own, so that Ctrl-C in a terminal reaches the owner alone."""
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", guard.__file__, *command],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
+            )
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self, at_once: bool = False) -> None:
+        """End the server and its children, `at_once` without a chance to tidy up; returns when they are gone."""
+        process, self._process = self._process, None
+        if process is None or process.stdin is None:
+            return
+        with contextlib.suppress(OSError):
+            if at_once:
+                process.stdin.write(b"k")
+            process.stdin.close()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def last_error(self) -> str:
+        """The last line of the log that says what went wrong, "" when none does."""
+        text = self.log.read_text(errors="replace") if self.log.is_file() else ""
+        found = _FAILURES.findall(text[-200_000:])
+        return " ".join(str(found[-1]).split())[:300] if found else ""
+
+
+def server_command(options: Sequence[str], host: str, port: int) -> list[str]:
+    """vLLM's server with the endpoints this trainer needs: token ids in and out, pause, reload, versions.
+
+    Started as a module: the `vllm` script of some CPU builds cannot find its own metadata.
+    """
+    return [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--host",
+        host,
+        "--port",
+        str(port),
+        "--enable-scale-out",
+        "--disable-uvicorn-access-log",
+        *options,
+    ]
+
+
+def server_environment(lora: bool, share: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with what the server needs; `share` is its part of the machine."""
+    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **share}
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # what an engine in process needs, a server does not
+    environment.setdefault("VLLM_CONFIGURE_LOGGING", "1")
+    environment["VLLM_LOGGING_LEVEL"] = "INFO"
+    if lora:
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    return environment
+
+
+def gpu_shares(visible: Sequence[str], workers: int, gpus_each: int) -> list[dict[str, str]]:
+    """CUDA_VISIBLE_DEVICES of each worker: the first visible GPU is the learner's, the others are dealt in order.
+
+    Raises ConfigError when there are too few.
+    """
+    needed = 1 + workers * gpus_each
+    if len(visible) < needed:
+        raise ConfigError(
+            f"rollout.workers={workers} of rollout.worker_gpus={gpus_each} and the learner need {needed} GPUs, {len(visible)} "
+            "are visible: lower rollout.workers, attach workers of other machines with rollout.urls, or set rollout.workers=0 "
+            "(engine and learner share one GPU)"
+        )
+    starts = range(1, needed, gpus_each)
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(visible[start : start + gpus_each])} for start in starts]
+
+
+def cpu_shares(cores: Sequence[int], workers: int) -> list[dict[str, str]]:
+    """The cores of each worker, so that workers do not wait for each other's threads; unbound where there are too few."""
+    if workers == 1:
+        return [{}]
+    each = len(cores) // workers
+    if each == 0:
+        return [{"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}] * workers
+    parts = [cores[index * each : (index + 1) * each] for index in range(workers)]
+    return [{"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, part))} for part in parts]
+
+
+def machine_shares(workers: int, gpus_each: int) -> list[dict[str, str]]:
+    """The environment that gives each of `workers` its part of this machine's GPUs, or of its cores."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return cpu_shares(sorted(os.sched_getaffinity(0)), workers)
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = listed.split(",") if listed else [str(index) for index in range(torch.cuda.device_count())]
+    return gpu_shares(visible, workers, gpus_each)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: Any = probe.getsockname()[1]
+    return int(port)
