@@ -70,10 +70,14 @@ class Parts:
         export_reference(self.learner.policy, folder)
         self.engine.load_weights(folder, 0)
 
+    @property
+    def canary_limit(self) -> float:
+        """How far a sampler with the learner's weights may be from it, nats per token on average: rounding of the dtype."""
+        limit = self.config.rollout.mismatch_limit
+        return min(limit, _EXACT_LIMIT) if self.config.model.dtype == "float32" else limit
+
     def _canary(self, version: int) -> Canary:
-        exact, limit = self.config.model.dtype == "float32", self.config.rollout.mismatch_limit
-        logprobs = self.learner.prompt_logprobs(self.canary_ids)
-        return Canary(version, self.canary_ids, logprobs, min(limit, _EXACT_LIMIT) if exact else limit)
+        return Canary(version, self.canary_ids, self.learner.prompt_logprobs(self.canary_ids), self.canary_limit)
 
     def close(self) -> None:
         """Stop the engine and remove the pushed weights."""

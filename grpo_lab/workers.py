@@ -25,7 +25,8 @@ def serve(config: Config, host: str, port: int) -> NoReturn:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                f"--host {host} --port {port}: cannot listen there ({error.strerror}); choose another port, or an address of this machine"
+                f"--host {host} --port {port}: cannot listen there ({error.strerror}); choose another "
+                "port, or an address of this machine"
             ) from None
     name = socket.gethostname() if host in ("0.0.0.0", "::") else host
     console = Console()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -31,16 +30,17 @@ def worker(
 
 def doctor(
     config: ConfigFile = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="Repeat for more. Default: float32, bfloat16.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the numbers to this file.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Repeat for more. Default: float32 and bfloat16.")] = None,
     set_: Overrides = None,
 ) -> None:
-    """Try the rollout chain on this machine: engine, seeds, repeat, log-probs against the learner, weight pushes."""
-    from grpo_lab.console import Console
-
+    """Try the rollout chain on this machine: engine, seeds, repeat, log-probs against the learner's, weight pushes."""
     names = dtype or ["float32", "bfloat16"]
-    configs = {name: load_config(config, [*(set_ or []), f"model.dtype={name}"]) for name in names}
+    loaded = [load_config(config, [*(set_ or []), f"model.dtype={name}"]) for name in names]
     quiet_libraries()
-    from grpo_lab.doctor import audit
+    from grpo_lab.console import Console
+    from grpo_lab.doctor import audit, audit_each
 
-    raise typer.Exit(audit(configs, Console(), json_file))
+    if len(loaded) == 1:
+        raise typer.Exit(0 if audit(loaded[0], Console()) else 1)
+    given = ["--config", str(config)] if config else []
+    raise typer.Exit(audit_each([*given, *(word for pair in set_ or [] for word in ("--set", pair))], names))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 
 from grpo_lab.learner.model import PolicyModel
@@ -36,3 +38,11 @@ def _export_model(model: Any, folder: Path) -> None:
     partial = folder / "model.safetensors.partial"
     save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, partial)
     partial.replace(folder / "model.safetensors")
+
+
+def weight_digests(policy: PolicyModel) -> dict[str, str]:
+    """sha256 of every tensor's bytes by its name, as vLLM's weight checker computes them."""
+    return {
+        name: hashlib.sha256(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+        for name, tensor in policy.causal_lm.state_dict().items()
+    }

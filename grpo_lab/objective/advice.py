@@ -111,7 +111,7 @@ def _of_data(config: Config, o: Objective) -> list[tuple[bool, str]]:
             rollout.max_staleness > 0 and (o.correction != "none" or o.old == "rollout"),
             f"{behind}: corrected token by token "
             + (f"({o.correction})" if o.correction != "none" else "(by the ratio to the sampler)")
-            + ", which bounds the variance and leaves some bias; training follows the workers' timing, so resuming is not exact",
+            + ", which bounds the variance and leaves some bias; training follows the workers' timing: a resume is not exact",
         ),
         (
             rollout.temperature != 1 or rollout.top_p < 1,

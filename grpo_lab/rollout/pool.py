@@ -26,21 +26,20 @@ _BEAT_S = 1.0
 
 
 class Pool:
-    """See the module. `options` are the server's engine arguments; `say` takes a line for the user.
+    """See the module. `say` takes a line for the user.
 
     Every method raises RunError once no worker is left, with the reason of the last one that went.
     """
 
-    def __init__(
-        self, workers: Sequence[Worker], options: Sequence[str], settings: RolloutConfig, say: Callable[[str], None]
-    ) -> None:
-        self._workers, self._options, self._settings, self._say = list(workers), list(options), settings, say
+    def __init__(self, workers: Sequence[Worker], settings: RolloutConfig, say: Callable[[str], None]) -> None:
+        self._workers, self._settings, self._say = list(workers), settings, say
         self._changed = asyncio.Condition()
         self._pushing = asyncio.Lock()
         self._push: Push | None = None
         self._canary: Canary | None = None
         self._failure: RunError | None = None
         self._background: set[asyncio.Task[None]] = set()
+        self._summed = False
         self.resent = 0  # requests that a lost worker or an error gave back
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -65,7 +64,7 @@ class Pool:
 
     async def _first_start(self, worker: Worker, longest: int, start: float) -> None:
         if worker.server:
-            await worker.launch(self._options)
+            await worker.launch()
         else:
             await worker.check(self._settings.worker_timeout_s)
             held = await worker.api.max_model_len()
@@ -74,7 +73,7 @@ class Pool:
         worker.up = True
         count = sum(other.up for other in self._workers)
         where = f"{count} of {len(self._workers)} up after {time.monotonic() - start:.0f} s"
-        self._say(f"workers    {where}: {worker.name} at {worker.api.url}")
+        self._say(f"workers    {where}: {worker.name}" + (f" at {worker.api.url}" if worker.server else ""))
 
     async def close(self) -> None:
         """Stop what was started here, let go of the attached."""
@@ -211,6 +210,9 @@ class Pool:
         for worker, error in failed.items():
             await self._lose(worker, str(error))
         await self._least_loaded()
+        if not self._summed:
+            self._summed = True
+            self._compare(await self.checksums())
         agreeing = [gap for worker, gap in gaps.items() if worker not in failed]
         return {
             "rollout/canary_mean": max((mean for mean, _ in agreeing), default=0.0),
@@ -219,6 +221,17 @@ class Pool:
             "rollout/worker_restarts": float(sum(worker.restarts for worker in self._workers)),
             "rollout/requests_resent": float(self.resent),
         }
+
+    def _compare(self, sums: dict[str, dict[str, str]]) -> None:
+        """RunError when workers hold different bytes after the first push, which their log-probs may not show."""
+        (first, expected), *others = sums.items()
+        for name, found in others:
+            different = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
+            if different:
+                raise RunError(
+                    f"rollout {first} and {name} hold different weights after the same push ({len(different)} tensors, first "
+                    f"{different[0]}): start them with the same model, dtype and vLLM version"
+                )
 
     async def checksums(self) -> dict[str, dict[str, str]]:
         """Every worker's sha256 by parameter, by the worker's name."""
@@ -264,7 +277,7 @@ class Pool:
             )
             await asyncio.to_thread(worker.server.stop, True)
             try:
-                await worker.launch(self._options)
+                await worker.launch()
                 async with self._pushing:
                     await self._catch_up(worker)
                     worker.up = True

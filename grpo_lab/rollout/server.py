@@ -8,7 +8,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,19 @@ _FAILURES = re.compile(r"(?:[A-Za-z]*(?:Error|Exception|Exit)\b: .+|error: .+|ou
 
 
 class ServerProcess:
-    """One vLLM server. Its output goes to `log`; it never outlives this process (see guard.py)."""
+    """One server. `command` gives its command line for a port; its output goes to `log`; it never outlives this process."""
 
-    def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, command: Callable[[int], Sequence[str]], log: Path, environment: Mapping[str, str]) -> None:
         self.log = log
+        self._command = command
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, command: Sequence[str]) -> None:
-        """Start the command in a session of its own, so that Ctrl-C in a terminal reaches the owner alone."""
+    def start(self, port: int) -> None:
+        """Start under guard.py in a session of its own, so that Ctrl-C in a terminal reaches the owner alone."""
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", guard.__file__, *command],
+                [sys.executable, "-P", guard.__file__, *self._command(port)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,

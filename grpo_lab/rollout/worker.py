@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_lab.rollout.client import InFlight, WorkerClient, WorkerError
-from grpo_lab.rollout.server import ServerProcess, free_port, server_command
+from grpo_lab.rollout.server import ServerProcess, free_port
 from grpo_lab.types import Canary
 
 START_S = 900.0
@@ -35,9 +35,8 @@ class Push:
 class Worker:
     """What the pool knows of one server: whether it takes requests (`up`), is given up (`gone`), and its requests (`load`)."""
 
-    def __init__(self, name: str, server: ServerProcess | None, url: str = "") -> None:
-        self.name, self.server = name, server
-        self.client = WorkerClient(url) if url else None
+    def __init__(self, name: str, client: WorkerClient | None = None, server: ServerProcess | None = None) -> None:
+        self.name, self.client, self.server = name, client, server
         self.up = False
         self.gone = False
         self.load = 0
@@ -52,14 +51,14 @@ class Worker:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    async def launch(self, options: list[str]) -> None:
+    async def launch(self) -> None:
         """Start the server on a free port and wait until it is healthy. WorkerError with its own words when it ends."""
         assert self.server is not None
         for attempt in range(1, _PORT_TRIES + 1):
             port = free_port()
             self.client = WorkerClient(f"http://127.0.0.1:{port}")
             self.adapters.clear()
-            self.server.start(server_command(options, "127.0.0.1", port))
+            self.server.start(port)
             deadline = time.monotonic() + START_S
             while self.server.is_running and time.monotonic() < deadline:
                 if await self.api.is_healthy():

@@ -18,9 +18,10 @@ import torch
 
 from grpo_lab.errors import ConfigError
 from grpo_lab.rollout.engines import EngineSpec
+from grpo_lab.rollout.client import WorkerClient
 from grpo_lab.rollout.engines._vllm_options import command_line, engine_options
 from grpo_lab.rollout.pool import Pool
-from grpo_lab.rollout.server import ServerProcess, machine_shares, server_environment
+from grpo_lab.rollout.server import ServerProcess, machine_shares, server_command, server_environment
 from grpo_lab.rollout.worker import Worker
 from grpo_lab.scratch import scratch_folder
 from grpo_lab.types import Canary, Completion, GenerationRequest, Sampling
@@ -41,7 +42,7 @@ class EngineImpl:
         self._pool: Pool | None = None
         try:
             workers = _workers(spec, self._logs)
-            self._pool = self._wait_for(_make_pool(spec, workers))
+            self._pool = Pool(workers, spec.rollout, spec.say)
             self._wait_for(self._pool.start(spec.max_model_len))
         except BaseException as error:
             self.close(keep_logs=isinstance(error, Exception))
@@ -90,11 +91,6 @@ class EngineImpl:
             raise
 
 
-async def _make_pool(spec: EngineSpec, workers: list[Worker]) -> Pool:
-    options = command_line(server_options(spec))
-    return Pool(workers, options, spec.rollout, spec.say)
-
-
 def require_vllm(wanted_by: str) -> None:
     """ConfigError when vLLM is not installed here."""
     if util.find_spec("vllm") is None:
@@ -122,11 +118,13 @@ def _workers(spec: EngineSpec, logs: Path) -> list[Worker]:
     if count:
         require_vllm(f"rollout.workers={count}")
     shares = machine_shares(count, settings.worker_gpus) if count else []
-    own = [
-        Worker(
-            f"worker {index}",
-            ServerProcess(logs / f"worker-{index}.log", server_environment(spec.model.lora_rank > 0, share)),
-        )
-        for index, share in enumerate(shares)
-    ]
-    return own + [Worker(f"worker {url}", None, url) for url in settings.urls]
+    options = command_line(server_options(spec))
+    lora = spec.model.lora_rank > 0
+
+    def own(index: int, share: dict[str, str]) -> Worker:
+        command = lambda port: server_command(options, "127.0.0.1", port)  # noqa: E731
+        server = ServerProcess(command, logs / f"worker-{index}.log", server_environment(lora, share))
+        return Worker(f"worker {index}", server=server)
+
+    started = [own(index, share) for index, share in enumerate(shares)]
+    return started + [Worker(f"worker {url}", WorkerClient(url)) for url in settings.urls]
