@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import torch
 
 from grpo_lab.errors import ConfigError
-from grpo_lab.rollout.engines import EngineSpec
 from grpo_lab.rollout.client import WorkerClient
+from grpo_lab.rollout.engines import EngineSpec
 from grpo_lab.rollout.engines._vllm_options import command_line, engine_options
 from grpo_lab.rollout.pool import Pool
 from grpo_lab.rollout.server import ServerProcess, machine_shares, server_command, server_environment
