@@ -66,7 +66,7 @@ def floor_study(config: Config, protocol: Protocol, betas: Sequence[float], outp
     wanted = config.model_copy(
         update={"evaluation": config.evaluation.model_copy(update={"problems": protocol.prompts})}
     )
-    parts = assemble(wanted, training=False)
+    parts = assemble(wanted, training=False, say=console.say)
     try:
         plain = parts.evaluation_sampling
         tempered = replace(plain, temperature=protocol.temperature, top_p=protocol.top_p)

@@ -55,7 +55,7 @@ def evaluate_checkpoint(path: Path, config: Config, console: Console, json_file:
     from grpo_lab.assemble import assemble
 
     checkpoint = load_checkpoint(path)
-    parts = assemble(config, checkpoint, training=False)
+    parts = assemble(config, checkpoint, training=False, say=console.say)
     try:
         bank = _bank_of(path, parts, console)
         parts.push_weights(1)
