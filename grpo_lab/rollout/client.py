@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,7 +46,8 @@ class WorkerClient:
         if answer.status_code >= 400:
             raise WorkerError(f"{path}: {_reason(answer)}", 400 <= answer.status_code < 500)
         if answer.headers.get("content-type", "").startswith("application/json"):
-            return answer.json()
+            with _read(path):
+                return answer.json()
         return None
 
     # -- sampling ----------------------------------------------------------------------------------------------------
@@ -60,28 +62,28 @@ class WorkerClient:
         """
         body = {"token_ids": list(token_ids), "sampling_params": dict(sampling), "model": model}
         answer = await self._call("POST", "/inference/v1/generate", json=body)
-        choice = answer["choices"][0]
-        if choice["finish_reason"] not in ("stop", "length"):
-            return None
-        spans = [_version(span["version"]) for span in choice.get("weight_versions") or []]
-        if not spans or not choice["token_ids"]:
-            raise WorkerError("/inference/v1/generate: an answer without tokens")
-        return Completion(
-            token_ids=tuple(choice["token_ids"]),
-            logprobs=tuple(step["logprob"] for step in choice["logprobs"]["content"]),
-            text="",
-            finish_reason=choice["finish_reason"],
-            weight_version=min(spans),
-            weight_version_end=max(spans) if len(spans) > 1 else None,
-        )
+        with _read("/inference/v1/generate"):
+            choice = answer["choices"][0]
+            if choice["finish_reason"] not in ("stop", "length"):
+                return None
+            spans = [_version(span["version"]) for span in choice["weight_versions"]]
+            return Completion(
+                token_ids=tuple(choice["token_ids"]),
+                logprobs=tuple(step["logprob"] for step in choice["logprobs"]["content"]),
+                text="",
+                finish_reason=choice["finish_reason"],
+                weight_version=min(spans),
+                weight_version_end=max(spans) if len(spans) > 1 else None,
+            )
 
     async def prompt_logprobs(self, token_ids: Sequence[int], model: str | None) -> list[float]:
         """Natural-log probabilities of token_ids[1:] given what stands before each, at temperature 1."""
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
         body = {"token_ids": list(token_ids), "sampling_params": sampling, "model": model}
         answer = await self._call("POST", "/inference/v1/generate", json=body)
-        steps = answer["prompt_logprobs"][1:]
-        return [float(step[str(token)]["logprob"]) for token, step in zip(token_ids[1:], steps, strict=True)]
+        with _read("/inference/v1/generate"):
+            steps = answer["prompt_logprobs"][1:]
+            return [float(step[str(token)]["logprob"]) for token, step in zip(token_ids[1:], steps, strict=True)]
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -96,18 +98,20 @@ class WorkerClient:
     async def max_model_len(self) -> int:
         """The longest prompt + completion the server takes, in tokens."""
         answer = await self._call("GET", "/v1/models", timeout=10)
-        return int(answer["data"][0]["max_model_len"])
+        with _read("/v1/models"):
+            return int(answer["data"][0]["max_model_len"])
 
     async def version(self, timeout: float) -> int:
         """The weight version the engine holds. It goes through the engine's own loop, so an engine that hangs is found."""
         answer = await self._call("GET", "/weight_info", timeout=timeout)
-        return _version(answer["weight_version"])
+        with _read("/weight_info"):
+            return _version(answer["weight_version"])
 
     async def checksums(self) -> dict[str, str]:
         """sha256 of every parameter as the engine holds it. On CPU, packed matrices have none left to sum."""
         answer = await self._call("POST", "/weight_checker", json={"action": "checksum"})
-        sums: dict[str, str] = answer["checksums"]
-        return sums
+        with _read("/weight_checker"):
+            return dict(answer["checksums"])
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -130,7 +134,9 @@ class WorkerClient:
         """Forget cached prompts of the old weights; requests frozen in `keep` compute theirs again."""
         query = {"reset_running_requests": str(recompute_running).lower()}
         answer = await self._call("POST", "/reset_prefix_cache", params=query)
-        if not answer["success"]:
+        with _read("/reset_prefix_cache"):
+            success = bool(answer["success"])
+        if not success:
             raise WorkerError("/reset_prefix_cache: the cache is still held by requests")
 
     async def load_adapter(self, name: str, folder: Path) -> None:
@@ -141,6 +147,17 @@ class WorkerClient:
 
     async def close(self) -> None:
         await self._http.aclose()
+
+
+@contextmanager
+def _read(path: str) -> Iterator[None]:
+    """WorkerError when an answer is not what vLLM gives there."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise WorkerError(
+            f"{path}: the answer is not vLLM's ({type(error).__name__} {error}); is it vLLM 0.32 or newer?"
+        ) from None
 
 
 def _version(text: str) -> int:

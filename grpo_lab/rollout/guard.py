@@ -2,7 +2,7 @@
 
 When standard input closes (the owner ended, however it ended) or SIGTERM comes, the command gets SIGTERM, and SIGKILL with
 all its children after a grace period; a byte on standard input means SIGKILL at once. When the command ends by itself, what
-it left in its process group is killed, and its exit status returned. Standard library only: it starts in milliseconds.
+it left in its process group is killed. Standard library only: it starts in milliseconds.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import sys
 import time
 
 GRACE_S = 10.0
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def _end_with_the_guard() -> None:
@@ -24,41 +24,76 @@ def _end_with_the_guard() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _kill_group(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
+def _adopt_orphans() -> None:
+    """Make this process the parent of the command's orphans, so that none stays a zombie where process 1 reaps nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _group_lives(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
+class _Command:
+    """The command in a process group of its own, and its status once it has ended."""
+
+    def __init__(self, words: list[str]) -> None:
+        self.pid = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_end_with_the_guard
+        ).pid
+        self.status: int | None = None
+
+    def reap(self) -> bool:
+        """Collect what has ended, orphans too; whether the command itself has."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self.pid:
+                    self.status = os.waitstatus_to_exitcode(ended[1])
+        return self.status is not None
+
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self.pid, number)
+
+    def kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def group_lives(self) -> bool:
+        self.reap()
+        try:
+            os.killpg(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
         return True
-    return True
+
+
+def _heard(seconds: float) -> bytes | None:
+    """What comes on standard input within `seconds`: b"" when it closes, a byte for an end at once, None for nothing."""
+    readable, _, _ = select.select([sys.stdin.fileno()], [], [], seconds)
+    return os.read(sys.stdin.fileno(), 1) if readable else None
 
 
 def main() -> int:
-    """The exit status of the command, or 128 + 9 when it had to be killed."""
+    """The exit status of the command, 128 + n when signal n ended it."""
     asked = [False]
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: asked.__setitem__(0, True))
-    child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_end_with_the_guard)
-    at_once = False
-    while child.poll() is None and not asked[0]:
-        readable, _, _ = select.select([sys.stdin.fileno()], [], [], 0.2)
-        if readable:
-            at_once = bool(os.read(sys.stdin.fileno(), 1))
-            break
-    if child.poll() is None and not at_once:
-        child.terminate()
-    deadline = time.monotonic() + (0.0 if at_once else GRACE_S)
-    while _group_lives(child.pid) and time.monotonic() < deadline:
-        child.poll()
-        time.sleep(0.05)
-    _kill_group(child.pid, signal.SIGKILL)
-    status = child.wait()
+    _adopt_orphans()
+    command = _Command(sys.argv[1:])
+    word: bytes | None = None
+    while not command.reap() and not asked[0] and word is None:
+        word = _heard(0.2)
+    if not command.reap() and not word:
+        command.signal(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_S
+        while command.group_lives() and time.monotonic() < deadline and not word:
+            if word is None:
+                word = _heard(0.05)
+            else:  # closed: nothing more will come
+                time.sleep(0.05)
+    command.kill_group()
+    while not command.reap():
+        time.sleep(0.01)
+    status = command.status or 0
     return status if status >= 0 else 128 - status
 
 

@@ -17,6 +17,7 @@ from grpo_lab.rollout import guard
 
 STOP_S = guard.GRACE_S + 5
 _FAILURES = re.compile(r"(?:[A-Za-z]*(?:Error|Exception|Exit)\b: .+|error: .+|out of memory.+)")
+_NOT_THE_CAUSE = "See root cause above"
 
 
 class ServerProcess:
@@ -26,10 +27,12 @@ class ServerProcess:
         self.log = log
         self._command = command
         self._environment = dict(environment)
+        self._log_start = 0
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, port: int) -> None:
         """Start under guard.py in a session of its own, so that Ctrl-C in a terminal reaches the owner alone."""
+        self._log_start = self.log.stat().st_size if self.log.is_file() else 0
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", guard.__file__, *self._command(port)],
@@ -60,9 +63,9 @@ class ServerProcess:
             process.wait()
 
     def last_error(self) -> str:
-        """The last line of the log that says what went wrong, "" when none does."""
-        text = self.log.read_text(errors="replace") if self.log.is_file() else ""
-        found = _FAILURES.findall(text[-200_000:])
+        """The last line of the log since the newest start that says what went wrong, "" when none does."""
+        text = self.log.read_bytes()[self._log_start :].decode(errors="replace") if self.log.is_file() else ""
+        found = [line for line in _FAILURES.findall(text[-200_000:]) if _NOT_THE_CAUSE not in line]
         return " ".join(str(found[-1]).split())[:300] if found else ""
 
 

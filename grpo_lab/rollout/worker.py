@@ -107,7 +107,7 @@ class Worker:
         the engine waits for running requests it must answer within `timeout` seconds.
         """
         if push.adapter is None:
-            await self._alive_during(self.api.pause(in_flight), timeout)
+            await self.alive_during(self.api.pause(in_flight), timeout)
         await asyncio.wait_for(self._load(push, in_flight), RELOAD_S)
         held = await self.api.version(timeout)
         if held != push.version:
@@ -120,29 +120,34 @@ class Worker:
             await self.api.reset_prefix_cache(recompute_running=in_flight == "keep")
             await self.api.resume()
             return
-        if push.adapter not in self.adapters:
-            await self.api.load_adapter(push.adapter, push.folder)
-            self.adapters[push.adapter] = 0
+        if push.adapter in self.adapters:  # pushed again: it was not what it should be
+            await self.api.unload_adapter(push.adapter)
+        await self.api.load_adapter(push.adapter, push.folder)
+        self.adapters[push.adapter] = 0
         await self.api.set_version(push.version)
-        for name, running in list(self.adapters.items()):
-            if name != push.adapter and running == 0:
-                await self.api.unload_adapter(name)
-                del self.adapters[name]
 
-    async def _alive_during(self, call: Coroutine[Any, Any, None], timeout: float) -> None:
+    async def forget_adapters(self, but: str | None) -> None:
+        """Unload the adapters no running request uses, except one."""
+        for name, running in list(self.adapters.items()):
+            if name != but and running == 0:
+                del self.adapters[name]
+                await self.api.unload_adapter(name)
+
+    async def alive_during(self, call: Coroutine[Any, Any, T], timeout: float) -> T:
+        """The result of a call that may take long, as long as the engine answers every `timeout` seconds; else WorkerError."""
         task = asyncio.create_task(call)
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=timeout)
                 if not task.done():
                     await self.check(timeout)
-            await task
+            return await task
         finally:
             task.cancel()
 
-    async def differences(self, canary: Canary, adapter: str | None) -> tuple[float, float]:
+    async def differences(self, canary: Canary, adapter: str | None, timeout: float) -> tuple[float, float]:
         """Mean and largest |log-prob of this worker - the learner's| over the canary's tokens, nats; NaN counts as infinite."""
-        own = await self.api.prompt_logprobs(canary.token_ids, adapter)
+        own = await self.alive_during(self.api.prompt_logprobs(canary.token_ids, adapter), timeout)
         gaps = [abs(a - b) if a == a else float("inf") for a, b in zip(own, canary.logprobs, strict=True)]
         return sum(gaps) / len(gaps), max(gaps)
 

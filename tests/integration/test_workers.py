@@ -144,15 +144,16 @@ def test_pushes_while_generating(servers: list[Server], tiny_model: Path, tmp_pa
     try:
         engine.load_weights(tmp_path / "7", 7)
         answers: list[Any] = []
-        requests = [GenerationRequest(tuple(range(10, 20)), seed) for seed in range(8)]
+        requests = [GenerationRequest(tuple(range(10, 20)), seed) for seed in range(64)]
         thread = threading.Thread(target=lambda: answers.extend(engine.generate(requests, Sampling(LONG))))
         thread.start()
-        time.sleep(0.6)
+        time.sleep(0.2)
+        engine.generate([GenerationRequest((n,), 1) for n in (5, 6)], Sampling(1))  # asked last: the others run by now
         engine.load_weights(tmp_path / "8", 8)
         thread.join(60)
         spans = {(completion.weight_version, completion.weight_version_end) for completion in answers}
         assert spans == {"wait": {(7, None)}, "keep": {(7, 8)}, "abort": {(8, None)}}[in_flight]
-        assert [len(completion.token_ids) for completion in answers] == [LONG] * 8
+        assert len(answers) == 64 and all(c.truncated == (len(c.token_ids) == LONG) for c in answers)
     finally:
         engine.close()
 

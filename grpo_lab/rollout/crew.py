@@ -1,0 +1,197 @@
+"""The workers of a pool and their lives: started, watched, lost, restarted, dropped. Knows nothing of weights or completions.
+
+Everything here runs in one asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from grpo_lab.config import RolloutConfig
+from grpo_lab.errors import RunError
+from grpo_lab.rollout.client import WorkerError
+from grpo_lab.rollout.worker import Worker
+
+_BEAT_S = 1.0
+GOODBYE_S = 3.0
+
+
+class Crew:
+    """See the module. `say` takes a line for the user; `catch_up` prepares a restarted worker before it is used.
+
+    While `busy` is locked (a push is under way) nobody is examined. Methods raise RunError once no worker is left, with the
+    reason of the last one that went.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        settings: RolloutConfig,
+        say: Callable[[str], None],
+        catch_up: Callable[[Worker], Awaitable[None]],
+    ) -> None:
+        self._workers, self._settings, self.say, self._catch_up = list(workers), settings, say, catch_up
+        self.busy = asyncio.Lock()
+        self._changed = asyncio.Condition()
+        self._failure: RunError | None = None
+        self._background: set[asyncio.Task[None]] = set()
+
+    @property
+    def up(self) -> list[Worker]:
+        """The workers that take requests now."""
+        return [worker for worker in self._workers if worker.up]
+
+    @property
+    def restarts(self) -> int:
+        return sum(worker.restarts for worker in self._workers)
+
+    async def start(self, longest: int) -> None:
+        """Launch or attach every worker. RunError when a worker of ours cannot start or none of the attached can be used."""
+        start = time.monotonic()
+        own = [worker for worker in self._workers if worker.server]
+        if own:
+            self.say(
+                f"workers    starting {len(own)} vLLM server{'s' if len(own) > 1 else ''} (half a minute on a CPU)"
+            )
+        try:
+            async with asyncio.TaskGroup() as group:
+                for worker in self._workers:
+                    group.create_task(self._first_start(worker, longest, start))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        if self._failure:
+            raise self._failure
+        for worker in self._workers:
+            self._in_background(self._watch(worker))
+
+    async def _first_start(self, worker: Worker, longest: int, start: float) -> None:
+        try:
+            if worker.server:
+                await worker.launch()
+            else:
+                await worker.check(self._settings.worker_timeout_s)
+                held = await worker.api.max_model_len()
+                if held < longest:
+                    raise WorkerError(f"takes sequences of {held} tokens, this run needs {longest}")
+        except WorkerError as error:
+            if worker.server:
+                raise RunError(f"rollout {worker.name} {error}") from None
+            return await self._drop(worker, str(error))
+        worker.up = True
+        count = sum(other.up for other in self._workers)
+        where = f"{count} of {len(self._workers)} up after {time.monotonic() - start:.0f} s"
+        self.say(f"workers    {where}: {worker.name}" + (f" at {worker.api.url}" if worker.server else ""))
+
+    async def close(self, ended: Callable[[], Awaitable[None]]) -> None:
+        """Stop what was started here, let go of the attached, once what waits for them has `ended`."""
+        self._failure = self._failure or RunError("the rollout workers were closed")
+        for task in list(self._background):
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._announce()
+        for worker in self._workers:
+            worker.gone, worker.up = True, False
+            worker.drop_requests()
+        await ended()
+        for worker in self._workers:
+            if not worker.server:
+                with contextlib.suppress(WorkerError, TimeoutError):
+                    await asyncio.wait_for(worker.forget_adapters(but=None), GOODBYE_S)
+        servers = [worker.server for worker in self._workers if worker.server]
+        await asyncio.gather(*(asyncio.to_thread(server.stop) for server in servers))
+        for worker in self._workers:
+            if worker.client:
+                await worker.client.close()
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _announce(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def least_loaded(self) -> Worker:
+        """The worker with the fewest requests, as soon as one is up."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._failure or any(worker.up for worker in self._workers))
+        if self._failure:
+            raise self._failure
+        return min((worker for worker in self._workers if worker.up), key=lambda worker: worker.load)
+
+    async def _watch(self, worker: Worker) -> None:
+        """Notice a process that ended at once, an engine that hangs after `worker_timeout_s`."""
+        last = time.monotonic()
+        while not worker.gone:
+            await asyncio.sleep(_BEAT_S)
+            ended = worker.server is not None and not worker.server.is_running
+            due = time.monotonic() - last > self._settings.worker_timeout_s / 2
+            if worker.up and not self.busy.locked() and (ended or due):
+                await self.examine(worker)
+                last = time.monotonic()
+
+    async def lose_all(self, failed: Mapping[Worker, WorkerError], what: str = "") -> None:
+        """Lose several workers; none of them gets the requests of another."""
+        lost = [worker for worker in failed if worker.up]
+        for worker in lost:
+            worker.up = False
+        for worker in lost:
+            worker.up = True
+            await self.lose(worker, f"{what}{failed[worker]}")
+
+    async def examine(self, worker: Worker) -> None:
+        try:
+            await worker.check(self._settings.worker_timeout_s)
+        except WorkerError as error:
+            await self.lose(worker, str(error))
+
+    async def lose(self, worker: Worker, reason: str) -> None:
+        """Take the worker's requests back; restart it if it is ours."""
+        if not worker.up:
+            return
+        worker.up = False
+        worker.drop_requests()
+        if worker.server:
+            self._in_background(self._restart(worker, reason))
+        else:
+            await self._drop(worker, reason)
+
+    async def _restart(self, worker: Worker, reason: str) -> None:
+        assert worker.server is not None
+        while worker.restarts < self._settings.worker_restarts:
+            worker.restarts += 1
+            self.say(
+                f"warning    rollout {worker.name} {reason}: restarting it; its unfinished completions are asked for again"
+            )
+            await asyncio.to_thread(worker.server.stop, True)
+            try:
+                await worker.launch()
+                async with self.busy:
+                    await self._catch_up(worker)
+                    worker.up = True
+                self.say(f"workers    {worker.name} is back at {worker.api.url}")
+                await self._announce()
+                return
+            except Exception as error:  # whatever it is, requests must not wait for this worker
+                reason = str(error) or type(error).__name__
+        await asyncio.to_thread(worker.server.stop, True)
+        await self._drop(worker, f"{reason}, after {worker.restarts} restarts")
+
+    async def _drop(self, worker: Worker, reason: str) -> None:
+        """Go on without a worker, or fail when it was the last."""
+        worker.gone = True
+        if worker.client and not worker.server:  # a push may have paused it; others may use it
+            with contextlib.suppress(WorkerError, TimeoutError):
+                await asyncio.wait_for(worker.client.resume(), GOODBYE_S)
+        left = sum(not other.gone for other in self._workers)
+        if left:
+            self.say(f"warning    rollout {worker.name} {reason}: dropped, {left} left")
+        else:
+            log = f"; its output is in {worker.server.log}" if worker.server and "output is in" not in reason else ""
+            self._failure = self._failure or RunError(f"no rollout worker is left: {worker.name} {reason}{log}")
+        await self._announce()
