@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from grpo_lab.errors import ConfigError
 from grpo_lab.hub import check_local_model, load_tokenizer, resolve_model, stop_token_ids
 from grpo_lab.learner.checkpoint import Checkpoint
 from grpo_lab.learner.learner import Learner
-from grpo_lab.learner.weights import export_reference, export_weights
+from grpo_lab.learner.weights import export_model, export_weights, weight_digests
 from grpo_lab.objective.axes import Objective, resolve
 from grpo_lab.objective.gates import build_gate
 from grpo_lab.rollout.collect import Collector, render_prompt
@@ -24,7 +25,7 @@ from grpo_lab.scratch import scratch_folder
 from grpo_lab.tasks import TaskProtocol, find_task, load_task
 from grpo_lab.types import Canary, Sampling
 
-_CANARY_TOKENS = 64
+_CANARY_TOKENS = 256
 _EXACT_LIMIT = 0.01  # nats per token between a sampler and a learner that both compute in fp32
 
 
@@ -42,6 +43,7 @@ class Parts:
     learner: Learner
     weights_dir: Path
     canary_ids: tuple[int, ...]
+    _proven: list[int] = field(default_factory=list)
 
     @property
     def evaluation_sampling(self) -> Sampling:
@@ -61,23 +63,32 @@ class Parts:
         kept = 1 + (self.config.rollout.max_staleness + 1 if self.learner.policy.lora else 0)  # adapters still in use
         for old in sorted(self.weights_dir.iterdir())[:-kept]:
             shutil.rmtree(old, ignore_errors=True)
-        verify: Callable[[Canary], dict[str, float]] | None = getattr(self.engine, "verify", None)
-        return verify(self._canary(version)) if verify else {}
+        return self._verify(version)
 
     def push_reference(self) -> None:
-        """Send the reference's weights as version 0: attached workers may hold those of an earlier run."""
-        folder = self.weights_dir / "reference"
-        export_reference(self.learner.policy, folder)
-        self.engine.load_weights(folder, 0)
+        """Have the engine prove that it holds the reference, which attached workers, after another run, get first."""
+        if not self.config.model.lora_rank:
+            folder = self.weights_dir / "reference"
+            export_model(self.learner.policy.reference, folder)
+            self.engine.load_weights(folder, 0)
+        self._verify(0, reference=True)
+
+    def _verify(self, version: int, reference: bool = False) -> dict[str, float]:
+        verify: Callable[[Canary], dict[str, float]] | None = getattr(self.engine, "verify", None)
+        if verify is None:
+            return {}
+        policy = self.learner.policy
+        held = policy.reference if reference else policy.causal_lm
+        digests = {} if self._proven else weight_digests(held)  # hashing every weight, once a run
+        self._proven.append(version)
+        logprobs = self.learner.prompt_logprobs(self.canary_ids, reference)
+        return verify(Canary(version, self.canary_ids, logprobs, self.canary_limit, digests))
 
     @property
     def canary_limit(self) -> float:
         """How far a sampler with the learner's weights may be from it, nats per token on average: rounding of the dtype."""
         limit = self.config.rollout.mismatch_limit
         return min(limit, _EXACT_LIMIT) if self.config.model.dtype == "float32" else limit
-
-    def _canary(self, version: int) -> Canary:
-        return Canary(version, self.canary_ids, self.learner.prompt_logprobs(self.canary_ids), self.canary_limit)
 
     def close(self) -> None:
         """Stop the engine and remove the pushed weights."""
@@ -104,18 +115,21 @@ def _check_rollout(config: Config) -> None:
             f"rollout.workers and rollout.urls are vLLM servers, but rollout.engine={rollout.engine}: leave it at vllm, or "
             "set rollout.workers=0 and rollout.urls=[]"
         )
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1 and rollout.engine_name == "vllm":
+        raise ConfigError(
+            f"{processes} learner processes and rollout.engine=vllm in one of them: give the engine GPUs of its own with "
+            "--set rollout.workers=1 (or more), or attach workers with rollout.urls"
+        )
     if rollout.max_staleness and not getattr(find_engine(rollout.engine_name), "concurrent", False):
         raise ConfigError(
             f"rollout.max_staleness={rollout.max_staleness} lets sampling run beside the training, which engine "
             f"{rollout.engine_name} cannot: add --set rollout.workers=1 (or more), or rollout.urls, or set it to 0"
         )
-    if rollout.in_flight != "wait" and (config.model.lora_rank or not rollout.has_workers):
+    if rollout.in_flight != "wait" and (config.model.lora_rank or not rollout.max_staleness):
         lora = config.model.lora_rank > 0
-        reason = "an adapter comes beside the one in use" if lora else "the engine is in the learner's process"
-        raise ConfigError(
-            f"rollout.in_flight={rollout.in_flight} has no meaning here ({reason}): running completions always finish; leave "
-            "it at wait"
-        )
+        reason = "an adapter comes beside the one in use" if lora else "with max_staleness 0 nothing runs at a push"
+        raise ConfigError(f"rollout.in_flight={rollout.in_flight} has no meaning here ({reason}): leave it at wait")
 
 
 def check_data(config: Config) -> None:
@@ -145,20 +159,28 @@ def assemble(
         top_p=config.rollout.top_p,
         stop_token_ids=stop_token_ids(base, tokenizer),
     )
-    canary = render_prompt(tokenizer, task.train[0], config.rollout.max_prompt_tokens)[:_CANARY_TOKENS]
-    state = checkpoint.training_state if checkpoint and training else None
+    prompt = render_prompt(tokenizer, task.train[0], config.rollout.max_prompt_tokens)[-_CANARY_TOKENS:]
+    canary = prompt if len(prompt) > 1 else prompt * 2
     with ExitStack() as on_failure:
         weights = _weights_dir(config, base)
         on_failure.callback(shutil.rmtree, weights, ignore_errors=True)
         engine = build_engine(EngineSpec(base, config.model, config.rollout, say))
         on_failure.callback(engine.close)
-        learner = Learner(config, objective, base, checkpoint.folder if checkpoint else None, state)
+        learner = build_learner(config, checkpoint, training)
         collector = Collector(engine, tokenizer, task.grade, config.seed, config.rollout.max_prompt_tokens)
         parts = Parts(config, objective, task, tokenizer, sampling, engine, collector, learner, weights, canary)
-        if config.rollout.urls and not config.model.lora_rank:
+        if config.rollout.urls:
             parts.push_reference()
         on_failure.pop_all()
         return parts
+
+
+def build_learner(config: Config, checkpoint: Checkpoint | None = None, training: bool = True) -> Learner:
+    """The learner alone, at `checkpoint` when given, with its training state if `training`."""
+    state = checkpoint.training_state if checkpoint and training else None
+    return Learner(
+        config, resolve(config), resolve_model(config.model), checkpoint.folder if checkpoint else None, state
+    )
 
 
 def _check_task_size(config: Config, task: TaskProtocol) -> None:

@@ -77,10 +77,13 @@ class RolloutConfig(_Section):
     @field_validator("urls")
     @classmethod
     def _check_urls(cls, urls: list[str]) -> list[str]:
-        for url in urls:
-            if not re.fullmatch(r"https?://[^/\s:]+(:\d+)?/?", url):
+        plain = [url.rstrip("/") for url in urls]
+        for url in plain:
+            if not re.fullmatch(r"https?://[^/\s:]+(:\d+)?", url):
                 raise ValueError(f"{url!r} is no worker's address: write http://host:port")
-        return urls
+            if plain.count(url) > 1:
+                raise ValueError(f"{url!r} stands twice: name each worker once")
+        return plain
 
     @property
     def has_workers(self) -> bool:

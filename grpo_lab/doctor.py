@@ -1,11 +1,11 @@
 """The audit of the rollout chain: does this machine sample, measure and follow weight pushes as a training needs it?
 
-Everything is real: the configured model, engine, learner and task; nothing is written.
+Everything is real: the configured model, engine, learner and task. No file is written; attached workers are left with
+weights that a training replaces when it starts.
 """
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 import sys
 import time
@@ -21,6 +21,7 @@ from grpo_lab.config import Config
 from grpo_lab.console import Console
 from grpo_lab.learner.collate import collate
 from grpo_lab.learner.weights import weight_digests
+from grpo_lab.rollout.checksums import comparable, differing
 from grpo_lab.types import RolloutGroup, TrainBatch
 
 _PROMPTS, _SIBLINGS = 4, 8
@@ -171,13 +172,8 @@ def _disturb(parts: Parts) -> None:
 
 def _sums(sums: dict[str, dict[str, str]], parts: Parts) -> Finding:
     """The workers' weights among themselves, and with the learner's where vLLM holds a tensor unpacked under the same name."""
-    first, own, empty = next(iter(sums.values())), weight_digests(parts.learner.policy), hashlib.sha256(b"").hexdigest()
-    held = {name.split(":")[-1]: digest for name, digest in first.items() if digest != empty}
-    compared = held.keys() & own.keys()
-    wrong = sorted(name for name in compared if held[name] != own[name])
-    alike = all(other == first for other in sums.values())
-    text = (
-        f"{len(sums)} workers hold {'the same' if alike else 'DIFFERENT'} weights; {len(compared) - len(wrong)} of "
-        f"{len(compared)} tensors with the learner's names have its bytes"
-    )
-    return Finding("checksums", alike and not wrong, text + (f"; not {wrong[0]}" if wrong else ""))
+    own = weight_digests(parts.learner.policy.causal_lm)
+    wrong = differing(sums, own)
+    compared = min((len(comparable(held, own)) for held in sums.values()), default=0)
+    text = f"{len(sums)} workers hold the same weights; {compared} tensors with the learner's names have its bytes"
+    return Finding("checksums", bool(sums) and not wrong, "; ".join(wrong) or text)

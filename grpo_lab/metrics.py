@@ -81,7 +81,7 @@ def time_metrics(sampling: SamplingTimes, times: Mapping[str, float], tokens: in
     Where sampling runs ahead, a step lasts as long as the learner waits for its batch and works on it.
     """
     spent = {"generate": sampling.generate, **times}
-    if sampling.overlap > 0:
+    if sampling.ahead:
         spent |= {"wait_rollouts": sampling.wait_rollouts, "wait_learner": sampling.wait_learner}
     speed = {f"time/{name}": round(seconds, 4) for name, seconds in spent.items()}
     speed["perf/overlap"] = round(sampling.overlap, 4)

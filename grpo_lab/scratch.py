@@ -2,17 +2,19 @@
 
 import os
 import shutil
+import socket
 import tempfile
 from pathlib import Path
 
 
 def scratch_folder(purpose: str, parent: Path | None = None) -> Path:
-    """A new folder `grpo_lab-<purpose>-<pid>-...` below `parent` (default: the temporary directory).
+    """A new folder `grpo_lab-<purpose>-<host>-<pid>-...` below `parent` (default: the temporary directory).
 
-    Folders of the same purpose whose process is gone are removed first (on Linux, and for processes of this machine).
+    Folders of the same purpose and host whose process is gone are removed first (where /proc tells); other machines may share
+    `parent`.
     """
     parent = parent or Path(tempfile.gettempdir())
-    prefix = f"grpo_lab-{purpose}-"
+    prefix = f"grpo_lab-{purpose}-{socket.gethostname()}-"
     for stale in parent.glob(f"{prefix}*"):
         owner = stale.name.removeprefix(prefix).split("-")[0]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists() and Path("/proc/self").exists():

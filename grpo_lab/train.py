@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from grpo_lab.assemble import Parts, assemble, check
+from grpo_lab.assemble import Parts, assemble, build_learner, check
 from grpo_lab.batch import StepGroups, collect_step
 from grpo_lab.config import Config
 from grpo_lab.config_file import changed_keys
@@ -20,6 +19,7 @@ from grpo_lab.evaluation.report import draw_run, evaluate_run, evaluation_table,
 from grpo_lab.learner.checkpoint import Checkpoint, Progress, newest_checkpoint, save_checkpoint
 from grpo_lab.learner.collate import collate
 from grpo_lab.learner.learner import NonFiniteError
+from grpo_lab.learner.ranks import READY, Ranks, follow
 from grpo_lab.metrics import batch_metrics, rollout_metrics, time_metrics
 from grpo_lab.objective.advantages import batch_advantages
 from grpo_lab.records import token_columns
@@ -31,20 +31,29 @@ from grpo_lab.tracking import Tracker
 _KL_TOLERANCE = 0.05  # nats; a sampled KL this little below zero is rounding, whatever its error says
 
 
-def train(config: Config, console: Console, resume: RunDir | None = None) -> RunDir:
+def train(config: Config, console: Console, resume: RunDir | None = None) -> None:
     """Run (or continue) a training to `total_rollouts`, or to the end of the step in which a stop signal came.
 
-    Raises ConfigError before any model loads, RunError afterwards; what was saved stays.
+    Of several processes, rank 0 runs it and the others follow its learner. Raises ConfigError before any model loads, RunError
+    afterwards; what was saved stays.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            "started as several processes, but a run is one process: start it without a launcher, on one GPU"
-        )
+    ranks = Ranks()
+    if ranks.is_main:
+        try:
+            _lead(config, console, resume)
+        finally:
+            ranks.end()
+    elif ranks.share(None) == READY:  # else rank 0 has ended before it had anything to follow
+        follow(build_learner(config, _resume_point(config, resume) if resume else None))
+
+
+def _lead(config: Config, console: Console, resume: RunDir | None) -> None:
     checkpoint = _resume_point(config, resume) if resume else None
     console.describe(config, check(config))
     if not resume:
         RunDir.refuse_existing(config)
     console.say(f"loading    {config.model.name} and the {config.rollout.engine_name} engine")
+    Ranks().share(READY)
     parts = assemble(config, checkpoint, say=console.say)
     try:
         run = resume or RunDir.create(config)
@@ -62,7 +71,6 @@ def train(config: Config, console: Console, resume: RunDir | None = None) -> Run
         parts.close()
         console.close()
     console.finished(run, evaluation_table(run), draw_run(run), stopped)
-    return run
 
 
 def _loop(parts: Parts, run: RunDir, progress: Progress, console: Console, tracker: Tracker) -> str:
@@ -72,8 +80,13 @@ def _loop(parts: Parts, run: RunDir, progress: Progress, console: Console, track
     steps = config.total_rollouts // config.rollouts_per_step
     sampler = BatchesAhead(lambda step: collect_step(parts, step), config.rollout.max_staleness, steps)
     with stop_signals() as stop, sampler:
+        if (
+            progress.step == 0
+        ):  # the policy is the reference, and the engine has proven to hold it before the bank is drawn
+            parts.push_weights(0)
         bank = _bank(parts, run, console) if config.evaluation.enabled else None
-        parts.push_weights(progress.step)
+        if progress.step > 0:
+            parts.push_weights(progress.step)
         sampler.allow(progress.step)
         while True:
             if bank and not stop and _is_milestone(config, progress) and not is_evaluated(run, progress.rollouts):
@@ -145,7 +158,9 @@ def _is_milestone(config: Config, progress: Progress) -> bool:
 def _check_health(metrics: dict[str, float], config: Config, progress: Progress) -> None:
     """Stop a run whose sampler and learner are not the same policy any more, before it trains on the difference."""
     limit = config.rollout.mismatch_limit
-    mismatch = metrics.get("rollout/mismatch_mean", 0.0)  # absent where no sample is of the current weights
+    mismatch = metrics.get(
+        "rollout/mismatch_mean", 0.0
+    )  # absent where sampling ran ahead: no sample is of these weights
     if config.rollout.top_p == 1 and not mismatch <= limit:
         raise RunError(
             f"step {progress.step + 1}: sampler and learner differ by {mismatch:.3g} nats per token on average (limit "

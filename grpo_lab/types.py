@@ -7,7 +7,7 @@ N = sequences, G = group size, C = longest completion, T = longest prompt + comp
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 if TYPE_CHECKING:
@@ -90,13 +90,15 @@ class Completion:
 class Canary:
     """What the learner thinks of a fixed text at weight version `version`: log-probs of token_ids[1:], nats.
 
-    A sampler that holds the same weights agrees to within `limit` per token on average.
+    A sampler that holds the same weights agrees to within `limit` per token on average. `digests` are sha256 sums of the
+    learner's tensors by name, where they have been computed.
     """
 
     version: int
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     limit: float
+    digests: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

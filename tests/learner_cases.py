@@ -38,8 +38,12 @@ def make_learner(
         total_rollouts=12,
         checkpoint_every=12,
         group_size=4,
-        model=ModelConfig(name=str(model), dtype=learner.pop("dtype", "float32")),  # type: ignore[arg-type]
+        model=ModelConfig(
+            name=str(model),
+            dtype=learner.pop("dtype", "float32"),
+            lora_rank=learner.pop("lora_rank", 0),  # type: ignore[arg-type]
+        ),
         rollout=RolloutConfig(max_new_tokens=16),
-        learner=LearnerConfig(learning_rate=1e-3, mini_batches=1, **learner),  # type: ignore[arg-type]
+        learner=LearnerConfig(**{"learning_rate": 1e-3, "mini_batches": 1, **learner}),  # type: ignore[arg-type]
     )
     return Learner(config, resolve(config), model)

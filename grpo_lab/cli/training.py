@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +39,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved config and batch sizes, then stop.")
     ] = False,
+    processes: Annotated[int, typer.Option(min=1, help="Learner processes on this machine, one GPU each.")] = 1,
 ) -> None:
     """Train a policy, save checkpoints, evaluate each one's free energy, draw the figures."""
     flags = {"method": method, "beta": beta, "recipe": recipe, "seed": seed, "run_name": name}
@@ -56,6 +58,10 @@ def train(
         check_data(loaded)
         print_dry_run(Console(), loaded, objective)
         return
+    if processes > 1 and "WORLD_SIZE" not in os.environ:
+        from grpo_lab.launch import launch
+
+        launch(processes, sys.argv[1:])
     from grpo_lab.train import train as run_training
 
     run_training(loaded, Console(), RunDir.open(resume) if resume else None)

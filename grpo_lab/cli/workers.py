@@ -19,10 +19,10 @@ def worker(
     set_: Overrides = None,
 ) -> None:
     """Serve rollouts to trainings that name this address in rollout.urls; runs until it is stopped."""
-    loaded = load_config(config, set_ or [])
+    loaded = load_config(config, [*(set_ or []), "rollout.workers=1", "rollout.urls=[]"])
     quiet_libraries()
     from grpo_lab.assemble import check
-    from grpo_lab.workers import serve
+    from grpo_lab.serve import serve
 
     check(loaded)
     serve(loaded, host, port)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from grpo_lab.config import Config
@@ -18,6 +17,7 @@ from grpo_lab.learner.logprobs import TokenStatistics, completion_hidden, comple
 from grpo_lab.learner.model import PolicyModel
 from grpo_lab.learner.optimizer import LearnerState, PolicyOptimizer
 from grpo_lab.learner.precision import MasterWeights
+from grpo_lab.learner.ranks import Ranks, on_every_rank
 from grpo_lab.objective.aggregate import BatchTotals
 from grpo_lab.objective.axes import Objective
 from grpo_lab.objective.gates import build_gate
@@ -26,13 +26,18 @@ from grpo_lab.objective.record import correction_record, gate_record
 from grpo_lab.seeding import derive_seed
 from grpo_lab.types import Completion, Grade, Problem, RolloutGroup, TokenBatch, TrainBatch, UpdateReport
 
+_STATISTICS = ("logprobs", "ref_logprobs", "full_kl", "entropy")
+
 
 class NonFiniteError(RunError):
     """A loss or gradient is not finite; raised before the optimizer moves anything."""
 
 
 class Learner:
-    """`annotate` adds log-probs to a batch, `update` trains on it, `statistics` measures it against the reference."""
+    """`annotate` adds log-probs to a batch, `update` trains on it, `statistics` measures it against the reference.
+
+    With several ranks each works on its share of the rows; sums over the ranks give every rank what one process would have.
+    """
 
     def __init__(
         self,
@@ -42,10 +47,10 @@ class Learner:
         source: Path | None = None,
         state: LearnerState | None = None,
     ) -> None:
-        self._accelerator = Accelerator()
+        self.ranks = Ranks()
         self._config, self._objective = config, objective
         self._gate = build_gate(objective.gate, objective.gate_options, objective.level)
-        self.policy = PolicyModel(base, source or base, config.model, self._accelerator.device)
+        self.policy = PolicyModel(base, source or base, config.model, self.ranks.device)
         self._share_prompt = config.learner.share_prompt and self.policy.can_share_prompt
         saved = state.masters if state else {}
         self.masters = MasterWeights(self.policy.trainable(), saved, self.policy.full_precision)
@@ -54,6 +59,7 @@ class Learner:
 
     # -- measuring ---------------------------------------------------------------------------------------------------
 
+    @on_every_rank
     def annotate(self, tokens: TokenBatch) -> TrainBatch:
         """Add the learner's log-probs under the current weights and under the reference, fp32, no gradient."""
         temperature = self._config.rollout.temperature
@@ -62,6 +68,7 @@ class Learner:
             ref = self._score(reference, tokens, temperature)
         return TrainBatch(tokens, old, ref)
 
+    @on_every_rank
     @torch.no_grad()
     def statistics(self, tokens: TokenBatch) -> TokenStatistics:
         """Log-probs, full KL and entropy of the policy against the reference at temperature 1, [N, C] each, on CPU."""
@@ -74,15 +81,20 @@ class Learner:
                 ref_hidden = completion_hidden(reference, part, self._share_prompt)
                 heads = (self.policy.causal_lm.get_output_embeddings(), reference.get_output_embeddings())
             measured = token_statistics(hidden, ref_hidden, heads, part)
-            for name in ("logprobs", "ref_logprobs", "full_kl", "entropy"):
+            for name in _STATISTICS:
                 getattr(result, name)[rows, : part.completion_mask.shape[1]] = getattr(measured, name)
-        return result
+        return TokenStatistics(*(self.ranks.sum(getattr(result, name)) for name in _STATISTICS))
 
-    def prompt_logprobs(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Log-probs of token_ids[1:], each given what stands before it, under the current weights at temperature 1."""
+    @on_every_rank
+    def prompt_logprobs(self, token_ids: Sequence[int], reference: bool = False) -> tuple[float, ...]:
+        """Log-probs of token_ids[1:], each given what stands before it, under the current (or reference) weights at T 1."""
         text = Completion(tuple(token_ids[1:]), (0.0,) * (len(token_ids) - 1), "", "length", 0)
         group = RolloutGroup(Problem("", (), ""), tuple(token_ids[:1]), (text,), (Grade(0.0, "wrong"),))
-        return tuple(self._score(self.policy.causal_lm, collate([group]), 1.0)[0].tolist())
+        tokens = collate([group])
+        if not reference:
+            return tuple(self._score(self.policy.causal_lm, tokens, 1.0)[0].tolist())
+        with self.policy.as_reference() as model:
+            return tuple(self._score(model, tokens, 1.0)[0].tolist())
 
     @torch.no_grad()
     def _score(self, model: Any, tokens: TokenBatch, temperature: float) -> Tensor:
@@ -90,13 +102,16 @@ class Learner:
         for rows in self._plan(tokens, torch.arange(tokens.num_sequences)):
             part = completion_logprobs(model, select(tokens, rows), self._share_prompt, temperature)
             scores[rows, : part.shape[1]] = part.cpu()
-        return scores
+        return self.ranks.sum(scores)
 
     def _plan(self, tokens: TokenBatch, rows: Tensor) -> list[Tensor]:
-        return plan_microbatches(tokens, rows, self._config.learner.microbatch_tokens, self._share_prompt)
+        """This rank's micro-batches of `rows`."""
+        budget = self._config.learner.microbatch_tokens
+        return plan_microbatches(tokens, self.ranks.own_rows(tokens, rows), budget, self._share_prompt)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
+    @on_every_rank
     def update(self, batch: TrainBatch, advantages: Tensor, step: int) -> UpdateReport:
         """`passes` x `mini_batches` optimizer steps on one batch; `advantages` [N]. The order is derived from (seed, step).
 
@@ -125,13 +140,13 @@ class Learner:
         return [torch.isin(tokens.group_ids, part).nonzero().flatten() for part in order.chunk(count)]
 
     def gradient(self, batch: TrainBatch, advantages: Tensor, rows: Tensor, trained: Tensor, step: int) -> float:
-        """Leave the gradient of the mini-batch `rows` (of all ranks) in the masters; returns the loss, fills `trained`.
+        """Leave the gradient of the mini-batch `rows` in the masters; returns the loss, fills `trained`.
 
         `trained` [N, C] receives the log-probs the rows were trained at. fp16: overflow halves the loss scale and starts over.
         """
         while True:
             loss = self._accumulate(batch, advantages, rows, trained)
-            self._reduce_over_ranks()
+            self._sum_gradients()
             gradients = [m.grad for m in self.masters.masters.values() if m.grad is not None]
             if loss == loss and abs(loss) != float("inf") and all(torch.isfinite(g).all() for g in gradients):
                 return loss
@@ -162,8 +177,8 @@ class Learner:
         return loss, flat
 
     def _accumulate(self, batch: TrainBatch, advantages: Tensor, rows: Tensor, trained: Tensor) -> float:
-        inputs, device = self._loss_inputs(batch, advantages, rows), self._accelerator.device
-        loss_sum = 0.0
+        inputs, device = self._loss_inputs(batch, advantages, rows), self.ranks.device
+        loss_sum, current = torch.zeros((), dtype=torch.float64), torch.zeros_like(trained)
         for micro in self._plan(batch.tokens, rows):
             part = select(batch.tokens, micro)
             columns = part.completion_mask.shape[1]
@@ -173,18 +188,17 @@ class Learner:
             loss = policy_loss(logprobs, inputs.rows(micro, columns, device), self._objective, self._gate)
             (loss * self.optimizer.loss_scale).backward()
             self.masters.gather_gradients(self.optimizer.loss_scale)
-            trained[micro, :columns] = logprobs.detach().float().cpu()
+            current[micro, :columns] = logprobs.detach().float().cpu()
             loss_sum += float(loss.detach())
-        return loss_sum
+        trained[rows] = self.ranks.sum(current[rows])
+        return float(self.ranks.sum(loss_sum))
 
     def _loss_inputs(self, batch: TrainBatch, advantages: Tensor, rows: Tensor) -> LossInputs:
-        """The constants of the whole batch's loss, normalised over the mini-batch `rows` of all ranks."""
-        counts = torch.tensor([len(rows), int(trained_mask(batch, self._objective)[rows].sum())])
-        sequences, tokens = self._accelerator.reduce(counts.to(self._accelerator.device), "sum").tolist()
-        return loss_inputs(batch, advantages, self._objective, BatchTotals(sequences, tokens))
+        """The constants of the whole batch's loss, normalised over the mini-batch `rows`."""
+        tokens = int(trained_mask(batch, self._objective)[rows].sum())
+        return loss_inputs(batch, advantages, self._objective, BatchTotals(len(rows), tokens))
 
-    def _reduce_over_ranks(self) -> None:
-        if self._accelerator.num_processes > 1:
+    def _sum_gradients(self) -> None:
+        if self.ranks.count > 1:
             for master in self.masters.masters.values():
-                gradient = torch.zeros_like(master) if master.grad is None else master.grad
-                master.grad = self._accelerator.reduce(gradient, "sum")
+                master.grad = self.ranks.sum(torch.zeros_like(master) if master.grad is None else master.grad)

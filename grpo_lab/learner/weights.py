@@ -13,23 +13,19 @@ from grpo_lab.learner.model import PolicyModel
 
 
 def export_weights(policy: PolicyModel, folder: Path) -> None:
-    """Write `folder`/model.safetensors in the compute dtype (LoRA: the adapter as peft saves it)."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the policy to `folder`: the whole model, of a LoRA run the adapter as peft saves it."""
     if policy.lora:
         policy.model.save_pretrained(folder)
     else:
-        _export_model(policy.model, folder)
+        export_model(policy.model, folder)
 
 
-def export_reference(policy: PolicyModel, folder: Path) -> None:
-    """Write the frozen reference to `folder`/model.safetensors in the compute dtype."""
+def export_model(model: Any, folder: Path) -> None:
+    """Write `folder`/model.safetensors in the compute dtype.
+
+    A tied output head is written too: an engine that packed its own copy of the head would otherwise keep the old one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    with policy.as_reference() as reference:
-        _export_model(reference, folder)
-
-
-def _export_model(model: Any, folder: Path) -> None:
-    """A tied output head is written too: an engine that packed its own copy of the head would otherwise keep the old one."""
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
@@ -40,9 +36,9 @@ def _export_model(model: Any, folder: Path) -> None:
     partial.replace(folder / "model.safetensors")
 
 
-def weight_digests(policy: PolicyModel) -> dict[str, str]:
+def weight_digests(model: Any) -> dict[str, str]:
     """sha256 of every tensor's bytes by its name, as vLLM's weight checker computes them."""
     return {
         name: hashlib.sha256(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
-        for name, tensor in policy.causal_lm.state_dict().items()
+        for name, tensor in model.state_dict().items()
     }

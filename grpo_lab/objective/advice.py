@@ -17,7 +17,10 @@ def effective_beta_line(objective: Objective, group_size: int) -> str:
         return f"beta_eff = 0: the expected gradient of loss_k1 is 0; beta = {beta:g} adds noise, and is used in the evaluation"
     if objective.minimises_free_energy:
         place = "KL in the reward" if objective.kl == "reward" else "sequence KL in the loss"
-        return f"beta_eff = {beta:g}: the loss descends F = -E[r] + {beta:g} KL exactly ({place})"
+        how = (
+            f"up to the bias of samples {objective.max_staleness} pushes old" if objective.max_staleness else "exactly"
+        )
+        return f"beta_eff = {beta:g}: the loss descends F = -E[r] + {beta:g} KL {how} ({place})"
     extras = {
         "the overlong penalty": objective.overlong_cache > 0,
         "mask_truncated": objective.mask_truncated,

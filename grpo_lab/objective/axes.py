@@ -40,6 +40,7 @@ class Objective:
     overlong_cache: int = 0
     mask_truncated: bool = False
     max_tokens: int = 1
+    max_staleness: int = 0
 
     @property
     def kl_in_loss(self) -> bool:
@@ -66,8 +67,9 @@ def resolve(config: Config) -> Objective:
     paper = config.recipe == "paper"
     same_gate = chosen.gate in (None, method.gate)
     old = chosen.old or method.old
-    stale = config.rollout.max_staleness > 0
-    correction: CorrectionName = chosen.correction or ("tis" if stale and old == "learner" else "none")
+    correction: CorrectionName = chosen.correction or (
+        "tis" if config.rollout.max_staleness and old == "learner" else "none"
+    )
     overlong = round(method.overlong_share * limit) if paper else 0
     objective = Objective(
         beta=config.beta,
@@ -87,6 +89,7 @@ def resolve(config: Config) -> Objective:
         overlong_cache=overlong if chosen.overlong_cache is None else chosen.overlong_cache,
         mask_truncated=chosen.mask_truncated,
         max_tokens=limit,
+        max_staleness=config.rollout.max_staleness,
     )
     _refuse(objective)
     return objective

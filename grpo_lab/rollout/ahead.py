@@ -15,11 +15,12 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class SamplingTimes:
     """Seconds: sampling the batch took `generate`; the learner waited `wait_rollouts` for it; before, nothing was being sampled
-    for `wait_learner` because the learner had not pushed."""
+    for `wait_learner` because the learner had not pushed. `ahead`: it was begun before the learner asked."""
 
     generate: float
     wait_rollouts: float
     wait_learner: float
+    ahead: bool = False
 
     @property
     def overlap(self) -> float:
@@ -64,7 +65,7 @@ class BatchesAhead(Generic[T]):
         idle = max(0.0, begun - self._last_finish)
         self._last_finish = max(self._last_finish, finished)
         self._futures.pop(step - 1, None)
-        return batch, SamplingTimes(finished - begun, time.perf_counter() - asked, idle)
+        return batch, SamplingTimes(finished - begun, time.perf_counter() - asked, idle, future is not None)
 
     def _timed(self, step: int) -> tuple[T, float, float]:
         begun = time.perf_counter()

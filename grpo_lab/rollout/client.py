@@ -12,6 +12,9 @@ import httpx
 
 from grpo_lab.types import Completion
 
+_GENERATE = "/inference/v1/generate"
+_CONNECTIONS = 512  # completions asked of one server at once: what it runs, and as many waiting
+_CONNECT_S = 30.0
 InFlight = Literal["wait", "keep", "abort"]
 
 
@@ -23,24 +26,38 @@ class WorkerError(Exception):
         self.refused = refused
 
 
-class WorkerClient:
-    """One server at `url`. Every method raises WorkerError when the server is unreachable or answers with an error."""
+class ForeignWeightsError(WorkerError):
+    """A completion came from weights that this run did not push: somebody else pushed, or the server was restarted."""
 
-    def __init__(self, url: str) -> None:
+
+class WorkerClient:
+    """One server at `url`, or at the Unix socket `socket`.
+
+    Every method raises WorkerError when the server is unreachable or answers with an error. Completions share a bounded number
+    of connections; health and pushes have their own, so that they never wait for completions.
+    """
+
+    def __init__(self, url: str, socket: Path | None = None) -> None:
         self.url = url.rstrip("/")
+        self._completions = self._connect(socket, _CONNECTIONS)
+        self._control = self._connect(socket, None)
+
+    def _connect(self, socket: Path | None, connections: int | None) -> httpx.AsyncClient:
         key = os.environ.get("VLLM_API_KEY")
-        self._http = httpx.AsyncClient(
+        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=0)
+        return httpx.AsyncClient(
             base_url=self.url,
-            timeout=httpx.Timeout(None, connect=10),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            timeout=httpx.Timeout(None, connect=_CONNECT_S),
+            transport=httpx.AsyncHTTPTransport(uds=str(socket) if socket else None, limits=limits),
             headers={"Authorization": f"Bearer {key}"} if key else None,
             trust_env=False,  # a proxy is for the internet, not for workers
         )
 
     async def _call(self, method: str, path: str, timeout: float | None = None, **arguments: Any) -> Any:
         limit = httpx.USE_CLIENT_DEFAULT if timeout is None else httpx.Timeout(timeout)
+        http = self._completions if path == _GENERATE else self._control
         try:
-            answer = await self._http.request(method, path, timeout=limit, **arguments)
+            answer = await http.request(method, path, timeout=limit, **arguments)
         except httpx.HTTPError as error:
             raise WorkerError(f"{path}: {type(error).__name__} {error}".rstrip()) from None
         if answer.status_code >= 400:
@@ -53,35 +70,41 @@ class WorkerClient:
     # -- sampling ----------------------------------------------------------------------------------------------------
 
     async def generate(
-        self, token_ids: Sequence[int], sampling: Mapping[str, Any], model: str | None
+        self,
+        token_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        model: str | None = None,
+        versions: Mapping[str, int] | None = None,
     ) -> Completion | None:
         """One completion of a prompt under vLLM's sampling parameters; None when a weight push aborted it.
 
-        `model` names the adapter, None is the base model. `weight_version` is that of the first token, `weight_version_end`
-        of the last one where a push came in between.
+        `model` names the adapter, None is the base model. `versions` are the numbers of the labels this run gave to weights:
+        `weight_version` is that of the first token, `weight_version_end` of the last one where a push came in between, and
+        another label is a ForeignWeightsError. Without `versions` nothing is looked up and the version is 0.
         """
         body = {"token_ids": list(token_ids), "sampling_params": dict(sampling), "model": model}
-        answer = await self._call("POST", "/inference/v1/generate", json=body)
-        with _read("/inference/v1/generate"):
+        answer = await self._call("POST", _GENERATE, json=body)
+        with _read(_GENERATE):
             choice = answer["choices"][0]
             if choice["finish_reason"] not in ("stop", "length"):
                 return None
-            spans = [_version(span["version"]) for span in choice["weight_versions"]]
-            return Completion(
-                token_ids=tuple(choice["token_ids"]),
-                logprobs=tuple(step["logprob"] for step in choice["logprobs"]["content"]),
-                text="",
-                finish_reason=choice["finish_reason"],
-                weight_version=min(spans),
-                weight_version_end=max(spans) if len(spans) > 1 else None,
-            )
+            labels = [span["version"] for span in choice["weight_versions"]] if versions is not None else []
+            token_ids, content = choice["token_ids"], choice["logprobs"]["content"]
+            logprobs = tuple(step["logprob"] for step in content)
+        known = versions or {}
+        foreign = [label for label in labels if label not in known]
+        if foreign:
+            raise ForeignWeightsError(f"answers with weights {foreign[0]!r}, which this run did not push")
+        spans = [known[label] for label in labels] or [0]
+        last = max(spans) if len(spans) > 1 else None
+        return Completion(tuple(token_ids), logprobs, "", choice["finish_reason"], min(spans), last)
 
     async def prompt_logprobs(self, token_ids: Sequence[int], model: str | None) -> list[float]:
-        """Natural-log probabilities of token_ids[1:] given what stands before each, at temperature 1."""
+        """Natural-log probabilities of token_ids[1:], each given what stands before it, at temperature 1; with priority."""
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
-        body = {"token_ids": list(token_ids), "sampling_params": sampling, "model": model}
-        answer = await self._call("POST", "/inference/v1/generate", json=body)
-        with _read("/inference/v1/generate"):
+        body = {"token_ids": list(token_ids), "sampling_params": sampling, "model": model, "priority": -1}
+        answer = await self._call("POST", _GENERATE, json=body)
+        with _read(_GENERATE):
             steps = answer["prompt_logprobs"][1:]
             return [float(step[str(token)]["logprob"]) for token, step in zip(token_ids[1:], steps, strict=True)]
 
@@ -101,11 +124,11 @@ class WorkerClient:
         with _read("/v1/models"):
             return int(answer["data"][0]["max_model_len"])
 
-    async def version(self, timeout: float) -> int:
-        """The weight version the engine holds. It goes through the engine's own loop, so an engine that hangs is found."""
+    async def version(self, timeout: float) -> str:
+        """The label of the weights the engine holds. It goes through the engine's own loop, so a hanging engine is found."""
         answer = await self._call("GET", "/weight_info", timeout=timeout)
         with _read("/weight_info"):
-            return _version(answer["weight_version"])
+            return str(answer["weight_version"])
 
     async def checksums(self) -> dict[str, str]:
         """sha256 of every parameter as the engine holds it. On CPU, packed matrices have none left to sum."""
@@ -127,8 +150,8 @@ class WorkerClient:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._call("POST", "/collective_rpc", json=body)
 
-    async def set_version(self, version: int) -> None:
-        await self._call("POST", "/update_weight_version", json={"new_version": str(version)})
+    async def set_version(self, label: str) -> None:
+        await self._call("POST", "/update_weight_version", json={"new_version": label})
 
     async def reset_prefix_cache(self, recompute_running: bool) -> None:
         """Forget cached prompts of the old weights; requests frozen in `keep` compute theirs again."""
@@ -146,7 +169,8 @@ class WorkerClient:
         await self._call("POST", "/v1/unload_lora_adapter", json={"lora_name": name})
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._completions.aclose()
+        await self._control.aclose()
 
 
 @contextmanager
@@ -160,17 +184,11 @@ def _read(path: str) -> Iterator[None]:
         ) from None
 
 
-def _version(text: str) -> int:
-    """A worker nobody has pushed to holds "default", the weights it started with: version 0."""
-    return int(text) if text.lstrip("-").isdigit() else 0
-
-
 def _reason(answer: httpx.Response) -> str:
     try:
         body = answer.json()
-        text = (
-            body["error"]["message"] if isinstance(body.get("error"), dict) else body.get("detail") or body.get("error")
-        )
+        error = body.get("error")
+        text = error["message"] if isinstance(error, dict) else body.get("detail") or error
     except (ValueError, KeyError, AttributeError):
         text = answer.text
     return f"{answer.status_code} {' '.join(str(text).split())[:300]}"

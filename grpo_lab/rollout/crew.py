@@ -6,7 +6,6 @@ Everything here runs in one asyncio loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
@@ -17,11 +16,10 @@ from grpo_lab.rollout.client import WorkerError
 from grpo_lab.rollout.worker import Worker
 
 _BEAT_S = 1.0
-GOODBYE_S = 3.0
 
 
 class Crew:
-    """See the module. `say` takes a line for the user; `catch_up` prepares a restarted worker before it is used.
+    """See the module. `say` takes a line for the user; `catch_up` prepares a new or restarted worker before it is used.
 
     While `busy` is locked (a push is under way) nobody is examined. Methods raise RunError once no worker is left, with the
     reason of the last one that went.
@@ -32,7 +30,7 @@ class Crew:
         workers: Sequence[Worker],
         settings: RolloutConfig,
         say: Callable[[str], None],
-        catch_up: Callable[[Worker], Awaitable[None]],
+        catch_up: Callable[[Worker], Awaitable[object]],
     ) -> None:
         self._workers, self._settings, self.say, self._catch_up = list(workers), settings, say, catch_up
         self.busy = asyncio.Lock()
@@ -44,6 +42,11 @@ class Crew:
     def up(self) -> list[Worker]:
         """The workers that take requests now."""
         return [worker for worker in self._workers if worker.up]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether no worker is left."""
+        return self._failure is not None
 
     @property
     def restarts(self) -> int:
@@ -73,10 +76,11 @@ class Crew:
             if worker.server:
                 await worker.launch()
             else:
-                await worker.check(self._settings.worker_timeout_s)
+                await worker.check()
                 held = await worker.api.max_model_len()
                 if held < longest:
                     raise WorkerError(f"takes sequences of {held} tokens, this run needs {longest}")
+            await self._catch_up(worker)
         except WorkerError as error:
             if worker.server:
                 raise RunError(f"rollout {worker.name} {error}") from None
@@ -84,23 +88,20 @@ class Crew:
         worker.up = True
         count = sum(other.up for other in self._workers)
         where = f"{count} of {len(self._workers)} up after {time.monotonic() - start:.0f} s"
-        self.say(f"workers    {where}: {worker.name}" + (f" at {worker.api.url}" if worker.server else ""))
+        self.say(f"workers    {where}: {worker.name}")
 
     async def close(self, ended: Callable[[], Awaitable[None]]) -> None:
         """Stop what was started here, let go of the attached, once what waits for them has `ended`."""
         self._failure = self._failure or RunError("the rollout workers were closed")
+        for worker in self._workers:  # nobody is restarted from here on
+            worker.gone, worker.up = True, False
+            worker.drop_requests()
         for task in list(self._background):
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._announce()
-        for worker in self._workers:
-            worker.gone, worker.up = True, False
-            worker.drop_requests()
         await ended()
-        for worker in self._workers:
-            if not worker.server:
-                with contextlib.suppress(WorkerError, TimeoutError):
-                    await asyncio.wait_for(worker.forget_adapters(but=None), GOODBYE_S)
+        await asyncio.gather(*(worker.let_go() for worker in self._workers))
         servers = [worker.server for worker in self._workers if worker.server]
         await asyncio.gather(*(asyncio.to_thread(server.stop) for server in servers))
         for worker in self._workers:
@@ -146,7 +147,7 @@ class Crew:
 
     async def examine(self, worker: Worker) -> None:
         try:
-            await worker.check(self._settings.worker_timeout_s)
+            await worker.check()
         except WorkerError as error:
             await self.lose(worker, str(error))
 
@@ -163,7 +164,7 @@ class Crew:
 
     async def _restart(self, worker: Worker, reason: str) -> None:
         assert worker.server is not None
-        while worker.restarts < self._settings.worker_restarts:
+        while worker.restarts < self._settings.worker_restarts and not worker.gone:
             worker.restarts += 1
             self.say(
                 f"warning    rollout {worker.name} {reason}: restarting it; its unfinished completions are asked for again"
@@ -174,7 +175,7 @@ class Crew:
                 async with self.busy:
                     await self._catch_up(worker)
                     worker.up = True
-                self.say(f"workers    {worker.name} is back at {worker.api.url}")
+                self.say(f"workers    {worker.name} is back")
                 await self._announce()
                 return
             except Exception as error:  # whatever it is, requests must not wait for this worker
@@ -185,9 +186,7 @@ class Crew:
     async def _drop(self, worker: Worker, reason: str) -> None:
         """Go on without a worker, or fail when it was the last."""
         worker.gone = True
-        if worker.client and not worker.server:  # a push may have paused it; others may use it
-            with contextlib.suppress(WorkerError, TimeoutError):
-                await asyncio.wait_for(worker.client.resume(), GOODBYE_S)
+        await worker.let_go()
         left = sum(not other.gone for other in self._workers)
         if left:
             self.say(f"warning    rollout {worker.name} {reason}: dropped, {left} left")

@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from grpo_lab.config import RolloutConfig
 from grpo_lab.errors import RunError
-from grpo_lab.rollout.client import WorkerError
-from grpo_lab.rollout.crew import GOODBYE_S, Crew
-from grpo_lab.rollout.engines._vllm_options import sampling_options
-from grpo_lab.rollout.worker import Push, Worker, WorkerLost, all_of
+from grpo_lab.rollout.checksums import differing
+from grpo_lab.rollout.client import ForeignWeightsError, WorkerError
+from grpo_lab.rollout.crew import Crew
+from grpo_lab.rollout.vllm_options import sampling_options
+from grpo_lab.rollout.worker import GOODBYE_S, Push, Worker, WorkerLost, all_of
 from grpo_lab.types import Canary, Completion, GenerationRequest, Sampling
 
 _ERRORS_ALLOWED = 3  # of one request, from workers that go on living
@@ -32,16 +32,22 @@ class Pool:
     def __init__(self, workers: Sequence[Worker], settings: RolloutConfig, say: Callable[[str], None]) -> None:
         self._settings, self._say = settings, say
         self._crew = Crew(workers, settings, say, self._catch_up)
+        self._run = uuid.uuid4().hex[:8]  # attached servers may hold weights of other runs
         self._push: Push | None = None
         self._canary: Canary | None = None
+        self._versions = {self._label(0): 0}  # of every label this run gave
         self._summed = False
-        self._run = f"policy-{uuid.uuid4().hex[:8]}"  # attached servers may hold adapters of other runs
         self._calls: set[asyncio.Task[Any]] = set()
         self.resent = 0  # requests that a lost worker or an error gave back
 
     async def start(self, longest: int) -> None:
         """Launch or attach every worker; each must take sequences of `longest` tokens. See Crew.start."""
         await self._crew.start(longest)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether no worker is left."""
+        return self._crew.has_failed
 
     async def close(self) -> None:
         """End what is being sampled, stop what was started here, let go of the attached."""
@@ -50,6 +56,9 @@ class Pool:
     async def _end_calls(self) -> None:
         if self._calls:
             await asyncio.wait(self._calls, timeout=GOODBYE_S)
+
+    def _label(self, version: int) -> str:
+        return f"{self._run}-{version}"
 
     # -- sampling ----------------------------------------------------------------------------------------------------
 
@@ -78,11 +87,11 @@ class Pool:
 
     async def _complete(self, request: GenerationRequest, sampling: Sampling, worker: Worker) -> Completion:
         """Ask until there is an answer; `worker` has been charged with the request already."""
-        errors = 0
+        options, errors = sampling_options(request, sampling), 0
         while True:
             try:
                 if worker.up:  # it may have been lost since it was chosen
-                    completion = await self._ask(request, sampling, worker)
+                    completion = await worker.complete(request.prompt_ids, options, self._versions)
                     if completion is not None:
                         return completion
                     await asyncio.sleep(_ABORTED_S)
@@ -93,74 +102,66 @@ class Pool:
                 if error.refused or errors == _ERRORS_ALLOWED:
                     raise RunError(f"rollout {worker.name} cannot answer: {error}") from None
                 self.resent += 1
-                await self._crew.examine(worker)
+                if isinstance(error, ForeignWeightsError):
+                    await self._set_right(worker, error)
+                else:
+                    await self._crew.examine(worker)
             finally:
                 worker.load -= 1
             worker = await self._crew.least_loaded()
             worker.load += 1
 
-    async def _ask(self, request: GenerationRequest, sampling: Sampling, worker: Worker) -> Completion | None:
-        push, options = self._push, sampling_options(request, sampling)
-        adapter = push.adapter if push else None
-        call = worker.api.generate(request.prompt_ids, options, adapter)
-        if push is None or adapter is None:
-            return await worker.run(call)
-        worker.adapters[adapter] += 1
-        try:
-            completion = await worker.run(call)
-            return completion and replace(completion, weight_version=push.version, weight_version_end=None)
-        finally:
-            if adapter in worker.adapters:  # a restarted worker has forgotten it
-                worker.adapters[adapter] -= 1
+    async def _set_right(self, worker: Worker, error: ForeignWeightsError) -> None:
+        """Give a worker that holds others' weights this run's again, once for all the requests that noticed."""
+        async with self._crew.busy:
+            try:
+                label = self._push.label if self._push else self._label(0)
+                if not worker.up or await worker.api.version(self._settings.worker_timeout_s) == label:
+                    return
+                self._say(f"warning    rollout {worker.name} {error}; giving it the weights again")
+                await self._catch_up(worker)
+            except (WorkerError, TimeoutError) as second:
+                await self._crew.lose(worker, f"{error}, and does not take them again: {second}")
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
     async def push(self, folder: Path, version: int, is_adapter: bool) -> None:
         """Give every worker new weights; one that fails gets them again, then a restart. Returns when one holds them."""
-        push = Push(folder, version, f"{self._run}-{version}" if is_adapter else None)
+        push = Push(folder, version, self._label(version), is_adapter)
+        self._versions[push.label] = version
         async with self._crew.busy:
-            failed = await all_of(self._crew.up, lambda worker: self._load(worker, push))
-            failed = await all_of(list(failed), lambda worker: self._load(worker, push))
+            failed = await all_of(self._crew.up, lambda worker: worker.load_weights(push, self._settings.in_flight))
+            failed = await all_of(list(failed), lambda worker: worker.load_weights(push, self._settings.in_flight))
             self._push, self._canary = push, None
             await self._crew.lose_all(failed, f"did not take weight version {version} twice: ")
-            await all_of(self._crew.up, lambda worker: worker.forget_adapters(but=push.adapter))
         await self._crew.least_loaded()
 
-    async def _load(self, worker: Worker, push: Push) -> None:
-        await worker.load_weights(push, self._settings.in_flight, self._settings.worker_timeout_s)
-
     async def verify(self, canary: Canary) -> dict[str, float]:
-        """Compare every worker's log-probs with the learner's; one that disagrees is pushed again, then restarted.
+        """Have every worker prove that its weights are the learner's; one that does not is pushed again, then restarted.
 
-        Returns the largest differences of the workers that are up, in nats, and the pool's counters.
+        Returns the largest differences of the workers that are up, in nats, and the pool's counters. RunError when the bytes of
+        two workers, or of a worker and the learner, differ after the first push.
         """
         self._canary = canary
-        push = self._push
-        assert push is not None and push.version == canary.version, "a canary belongs to the newest push"
         gaps: dict[Worker, tuple[float, float]] = {}
 
-        async def look(worker: Worker) -> None:
-            gaps[worker] = await worker.differences(canary, push.adapter, self._settings.worker_timeout_s)
-            if not gaps[worker][0] <= canary.limit:
-                raise WorkerError(
-                    f"differs from the learner by {gaps[worker][0]:.3g} nats per token (limit {canary.limit:g})"
-                )
+        async def prove(worker: Worker) -> None:
+            gaps[worker] = await worker.prove(canary)
 
-        async def look_again(worker: Worker) -> None:
-            self._say(
-                f"warning    rollout {worker.name}: its log-probs are not the learner's; pushing the weights again"
-            )
+        async def push_and_prove(worker: Worker) -> None:
             async with self._crew.busy:
-                await self._load(worker, push)
-            await look(worker)
+                gaps[worker] = await self._catch_up(worker) or await worker.prove(canary)
 
-        failed = await all_of(self._crew.up, look)
-        failed = await all_of(list(failed), look_again)
+        failed = await all_of(self._crew.up, prove)
+        for worker, error in failed.items():
+            self._say(f"warning    rollout {worker.name} {error}; giving it the weights again")
+        failed = await all_of(list(failed), push_and_prove)
         await self._crew.lose_all(failed)
         await self._crew.least_loaded()
         if not self._summed:
             self._summed = True
-            self._compare(await self.checksums())
+            for line in differing(await self.checksums(), canary.digests):
+                raise RunError(f"rollout {line}: workers need the run's model, dtype and one version of vLLM")
         agreeing = [gap for worker, gap in gaps.items() if worker not in failed]
         return {
             "rollout/canary_mean": max((mean for mean, _ in agreeing), default=0.0),
@@ -170,35 +171,22 @@ class Pool:
             "rollout/requests_resent": float(self.resent),
         }
 
-    def _compare(self, sums: dict[str, dict[str, str]]) -> None:
-        """RunError when workers hold different bytes after the first push, which their log-probs may not show."""
-        (first, expected), *others = sums.items() or [("", {})]
-        for name, found in others:
-            different = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
-            if different:
-                raise RunError(
-                    f"rollout {first} and {name} hold different weights after the same push ({len(different)} tensors, first "
-                    f"{different[0]}): start them with the same model, dtype and vLLM version"
-                )
-
     async def checksums(self) -> dict[str, dict[str, str]]:
-        """Every worker's sha256 by parameter, by the worker's name."""
+        """Every worker's sha256 by parameter, by the worker's name; without those that cannot say."""
         sums: dict[str, dict[str, str]] = {}
 
         async def sum_up(worker: Worker) -> None:
-            sums[worker.name] = await worker.alive_during(worker.api.checksums(), self._settings.worker_timeout_s)
+            sums[worker.name] = await worker.alive_during(worker.api.checksums())
 
         for worker, error in (await all_of(self._crew.up, sum_up)).items():
             self._say(f"warning    rollout {worker.name} gives no checksums of its weights: {error}")
         return dict(sorted(sums.items()))
 
-    async def _catch_up(self, worker: Worker) -> None:
-        """The newest push for a fresh worker, and its proof."""
-        if self._push:
-            await self._load(worker, self._push)
-        if self._push and self._canary:
-            mean, _ = await worker.differences(self._canary, self._push.adapter, self._settings.worker_timeout_s)
-            if not mean <= self._canary.limit:
-                raise WorkerError(
-                    f"differs from the learner by {mean:.3g} nats per token (limit {self._canary.limit:g})"
-                )
+    async def _catch_up(self, worker: Worker) -> tuple[float, float] | None:
+        """Bring a worker, however it was, to the newest weights and have it prove them; its gaps, if there is a canary."""
+        if self._push is None:
+            await worker.api.resume()  # whoever used it before may have left it paused
+            await worker.api.set_version(self._label(0))
+        else:
+            await worker.load_weights(self._push, self._settings.in_flight)
+        return await worker.prove(self._canary) if self._canary else None

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from grpo_lab.errors import ConfigError
 from grpo_lab.rollout import guard
@@ -21,21 +19,25 @@ _NOT_THE_CAUSE = "See root cause above"
 
 
 class ServerProcess:
-    """One server. `command` gives its command line for a port; its output goes to `log`; it never outlives this process."""
+    """One server at the Unix socket `socket`, which only this user can reach; it never outlives this process.
 
-    def __init__(self, command: Callable[[int], Sequence[str]], log: Path, environment: Mapping[str, str]) -> None:
-        self.log = log
+    `command` gives its command line for the socket's path. Its output goes to `log`.
+    """
+
+    def __init__(self, command: Callable[[str], Sequence[str]], log: Path, environment: Mapping[str, str]) -> None:
+        self.log, self.socket = log, log.with_suffix(".sock")
         self._command = command
         self._environment = dict(environment)
         self._log_start = 0
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, port: int) -> None:
+    def start(self) -> None:
         """Start under guard.py in a session of its own, so that Ctrl-C in a terminal reaches the owner alone."""
+        self.socket.unlink(missing_ok=True)
         self._log_start = self.log.stat().st_size if self.log.is_file() else 0
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", guard.__file__, *self._command(port)],
+                [sys.executable, "-P", guard.__file__, *self._command(str(self.socket))],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -69,23 +71,14 @@ class ServerProcess:
         return " ".join(str(found[-1]).split())[:300] if found else ""
 
 
-def server_command(options: Sequence[str], host: str, port: int) -> list[str]:
+def server_command(options: Sequence[str], address: Sequence[str]) -> list[str]:
     """vLLM's server with the endpoints this trainer needs: token ids in and out, pause, reload, versions.
 
-    Started as a module: the `vllm` script of some CPU builds cannot find its own metadata.
+    `address` is where it listens: --uds PATH, or --host and --port. Started as a module: the `vllm` script of some CPU builds
+    cannot find its own metadata.
     """
-    return [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--host",
-        host,
-        "--port",
-        str(port),
-        "--enable-scale-out",
-        "--disable-uvicorn-access-log",
-        *options,
-    ]
+    module = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    return [*module, *address, "--enable-scale-out", "--disable-uvicorn-access-log", *options]
 
 
 def server_environment(lora: bool, share: Mapping[str, str]) -> dict[str, str]:
@@ -99,19 +92,19 @@ def server_environment(lora: bool, share: Mapping[str, str]) -> dict[str, str]:
     return environment
 
 
-def gpu_shares(visible: Sequence[str], workers: int, gpus_each: int) -> list[dict[str, str]]:
-    """CUDA_VISIBLE_DEVICES of each worker: the first visible GPU is the learner's, the others are dealt in order.
+def gpu_shares(visible: Sequence[str], learners: int, workers: int, gpus_each: int) -> list[dict[str, str]]:
+    """CUDA_VISIBLE_DEVICES of each worker: the first visible GPUs are the learner's processes', the others dealt in order.
 
     Raises ConfigError when there are too few.
     """
-    needed = 1 + workers * gpus_each
+    needed = learners + workers * gpus_each
     if len(visible) < needed:
         raise ConfigError(
-            f"rollout.workers={workers} of rollout.worker_gpus={gpus_each} and the learner need {needed} GPUs, {len(visible)} "
-            "are visible: lower rollout.workers, attach workers of other machines with rollout.urls, or set rollout.workers=0 "
-            "(engine and learner share one GPU)"
+            f"rollout.workers={workers} of rollout.worker_gpus={gpus_each} and {learners} learner process(es) need {needed} "
+            f"GPUs, {len(visible)} are visible: lower rollout.workers, attach workers of other machines with rollout.urls, or "
+            "set rollout.workers=0 (engine and learner share one GPU)"
         )
-    starts = range(1, needed, gpus_each)
+    starts = range(learners, needed, gpus_each)
     return [{"CUDA_VISIBLE_DEVICES": ",".join(visible[start : start + gpus_each])} for start in starts]
 
 
@@ -134,12 +127,4 @@ def machine_shares(workers: int, gpus_each: int) -> list[dict[str, str]]:
         return cpu_shares(sorted(os.sched_getaffinity(0)), workers)
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = listed.split(",") if listed else [str(index) for index in range(torch.cuda.device_count())]
-    return gpu_shares(visible, workers, gpus_each)
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: Any = probe.getsockname()[1]
-    return int(port)
+    return gpu_shares(visible, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), workers, gpus_each)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_lab.rollout.client import InFlight, WorkerClient, WorkerError
-from grpo_lab.rollout.server import ServerProcess, free_port
-from grpo_lab.types import Canary
+from grpo_lab.rollout.server import ServerProcess
+from grpo_lab.types import Canary, Completion
 
 START_S = 900.0
+GOODBYE_S = 3.0
 RELOAD_S = 900.0  # of a large model from a shared file system
-_PORT_TRIES = 3
 T = TypeVar("T")
 
 
@@ -25,23 +26,33 @@ class WorkerLost(Exception):
 
 @dataclass(frozen=True)
 class Push:
-    """Weights in a folder of safetensors under their version; `adapter` names them where they are a LoRA adapter."""
+    """Weights in a folder of safetensors; `label` is what the server calls them, unlike any other run's."""
 
     folder: Path
     version: int
-    adapter: str | None = None
+    label: str
+    is_adapter: bool = False
 
 
 class Worker:
-    """What the pool knows of one server: whether it takes requests (`up`), is given up (`gone`), and its requests (`load`)."""
+    """What the pool knows of one server: whether it takes requests (`up`), is given up (`gone`), and its requests (`load`).
 
-    def __init__(self, name: str, client: WorkerClient | None = None, server: ServerProcess | None = None) -> None:
-        self.name, self.client, self.server = name, client, server
+    `timeout` seconds without an answer of its engine count as hanging.
+    """
+
+    def __init__(
+        self, name: str, timeout: float, client: WorkerClient | None = None, server: ServerProcess | None = None
+    ) -> None:
+        self.name, self.client, self.server, self._timeout = name, client, server, timeout
         self.up = False
         self.gone = False
         self.load = 0
         self.restarts = 0
-        self.adapters: dict[str, int] = {}  # loaded adapters and their running requests
+        self._adapter: str | None = None  # what new requests use, and its version
+        self._adapter_version = 0
+        self._adapters: dict[str, int] = {}  # loaded ones and their running requests
+        self._loads = 0
+        self._proof: tuple[tuple[float, ...], list[float]] | None = None  # the last canary: the learner's, its own
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -52,39 +63,60 @@ class Worker:
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def launch(self) -> None:
-        """Start the server on a free port and wait until it is healthy. WorkerError with its own words when it ends."""
+        """Start the server and wait until it is healthy. WorkerError with its own words when it ends."""
         assert self.server is not None
-        for attempt in range(1, _PORT_TRIES + 1):
-            port = free_port()
-            self.client = WorkerClient(f"http://127.0.0.1:{port}")
-            self.adapters.clear()
-            self.server.start(port)
-            deadline = time.monotonic() + START_S
-            while self.server.is_running and time.monotonic() < deadline:
-                if await self.api.is_healthy():
-                    return
-                await asyncio.sleep(0.25)
-            reason = self.server.last_error() or ("it ended" if not self.server.is_running else "no answer")
-            await asyncio.to_thread(self.server.stop, True)
-            if "ddress already in use" not in reason or attempt == _PORT_TRIES:
-                raise WorkerError(f"could not start: {reason}; its output is in {self.server.log}")
+        self.client = WorkerClient("http://worker", self.server.socket)
+        self._adapter, self._adapters, self._proof = None, {}, None
+        self.server.start()
+        deadline = time.monotonic() + START_S
+        while self.server.is_running and time.monotonic() < deadline:
+            if await self.api.is_healthy():
+                return
+            await asyncio.sleep(0.25)
+        reason = self.server.last_error() or ("no answer" if self.server.is_running else "it ended")
+        await asyncio.to_thread(self.server.stop, True)
+        raise WorkerError(f"could not start: {reason}; its output is in {self.server.log}")
 
-    async def check(self, timeout: float) -> None:
-        """Raise WorkerError unless the engine itself answers within `timeout` seconds."""
+    async def check(self) -> None:
+        """Raise WorkerError unless the engine itself answers in time."""
         if self.server is not None and not self.server.is_running:
             raise WorkerError("its process ended")
         try:
-            await self.api.version(timeout)
+            await self.api.version(self._timeout)
         except WorkerError as error:
+            if error.refused:
+                raise WorkerError(f"is no server for rollouts ({error}): start it with `grpo-lab worker`") from None
             raise WorkerError(f"does not answer ({error})") from None
+
+    async def let_go(self) -> None:
+        """Leave an attached server as others can use it: running, without this run's idle adapters."""
+        if self.client and not self.server:
+            with contextlib.suppress(WorkerError, TimeoutError):
+                async with asyncio.timeout(min(self._timeout, GOODBYE_S)):
+                    await self.client.resume()
+                    await self._unload_idle(but=None)
 
     def drop_requests(self) -> None:
         """Let every request that runs here end with WorkerLost."""
         for task in self._tasks:
             task.cancel()
 
-    async def run(self, call: Coroutine[Any, Any, T]) -> T:
-        """The result of a request to this worker; WorkerLost when the worker is given up meanwhile."""
+    async def complete(
+        self, token_ids: tuple[int, ...], sampling: Mapping[str, Any], versions: Mapping[str, int]
+    ) -> Completion | None:
+        """A completion under the newest weights this worker has been given; see WorkerClient.generate and WorkerLost."""
+        adapter, version = self._adapter, self._adapter_version
+        if adapter is None:
+            return await self._run(self.api.generate(token_ids, sampling, None, versions))
+        self._adapters[adapter] += 1
+        try:
+            completion = await self._run(self.api.generate(token_ids, sampling, adapter))
+            return completion and replace(completion, weight_version=version)
+        finally:
+            if adapter in self._adapters:  # a restarted worker has forgotten it
+                self._adapters[adapter] -= 1
+
+    async def _run(self, call: Coroutine[Any, Any, T]) -> T:
         task = asyncio.create_task(call)
         self._tasks.add(task)
         try:
@@ -100,56 +132,76 @@ class Worker:
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
-    async def load_weights(self, push: Push, in_flight: InFlight, timeout: float) -> None:
-        """Take the weights of a push and prove the version by reading it back. WorkerError when any part of it fails.
+    async def load_weights(self, push: Push, in_flight: InFlight) -> None:
+        """Take the weights of a push. WorkerError when any part of it fails, or the label read back is another.
 
-        A whole model is loaded while generation pauses. An adapter comes beside those that running requests still use. While
-        the engine waits for running requests it must answer within `timeout` seconds.
+        A whole model is loaded while generation pauses; while it waits for running requests the engine must go on answering. An
+        adapter comes beside those that running requests still use, under a name of its own each time.
         """
-        if push.adapter is None:
-            await self.alive_during(self.api.pause(in_flight), timeout)
-        await asyncio.wait_for(self._load(push, in_flight), RELOAD_S)
-        held = await self.api.version(timeout)
-        if held != push.version:
-            raise WorkerError(f"holds weight version {held} after version {push.version} was pushed")
-
-    async def _load(self, push: Push, in_flight: InFlight) -> None:
-        if push.adapter is None:
-            await self.api.reload(push.folder)
-            await self.api.set_version(push.version)
-            await self.api.reset_prefix_cache(recompute_running=in_flight == "keep")
-            await self.api.resume()
+        if push.is_adapter:
+            await asyncio.wait_for(self._load_adapter(push), RELOAD_S)
             return
-        if push.adapter in self.adapters:  # pushed again: it was not what it should be
-            await self.api.unload_adapter(push.adapter)
-        await self.api.load_adapter(push.adapter, push.folder)
-        self.adapters[push.adapter] = 0
-        await self.api.set_version(push.version)
+        await self.alive_during(self.api.pause(in_flight))
+        await asyncio.wait_for(self._reload(push, in_flight), RELOAD_S)
+        held = await self.api.version(self._timeout)
+        if held != push.label:
+            raise WorkerError(f"holds weights {held!r} after {push.label!r} was pushed")
 
-    async def forget_adapters(self, but: str | None) -> None:
-        """Unload the adapters no running request uses, except one."""
-        for name, running in list(self.adapters.items()):
+    async def _reload(self, push: Push, in_flight: InFlight) -> None:
+        try:
+            await self.api.reload(push.folder)
+        except WorkerError as error:
+            hint = (
+                ""
+                if self.server
+                else "; can it read that folder? rollout.weights_dir must be one that all machines see"
+            )
+            raise WorkerError(f"cannot load {push.folder}: {error}{hint}") from None
+        await self.api.set_version(push.label)
+        await self.api.reset_prefix_cache(recompute_running=in_flight == "keep")
+        await self.api.resume()
+
+    async def _load_adapter(self, push: Push) -> None:
+        self._loads += 1
+        name = f"{push.label}-{self._loads}"
+        await self.api.load_adapter(name, push.folder)
+        self._adapters[name] = 0
+        self._adapter, self._adapter_version = name, push.version
+        await self._unload_idle(but=name)
+
+    async def _unload_idle(self, but: str | None) -> None:
+        for name, running in list(self._adapters.items()):
             if name != but and running == 0:
-                del self.adapters[name]
+                del self._adapters[name]
                 await self.api.unload_adapter(name)
 
-    async def alive_during(self, call: Coroutine[Any, Any, T], timeout: float) -> T:
-        """The result of a call that may take long, as long as the engine answers every `timeout` seconds; else WorkerError."""
+    async def alive_during(self, call: Coroutine[Any, Any, T]) -> T:
+        """The result of a call that may take long, as long as the engine answers now and then; else WorkerError."""
         task = asyncio.create_task(call)
         try:
             while not task.done():
-                await asyncio.wait({task}, timeout=timeout)
+                await asyncio.wait({task}, timeout=self._timeout)
                 if not task.done():
-                    await self.check(timeout)
+                    await self.check()
             return await task
         finally:
             task.cancel()
 
-    async def differences(self, canary: Canary, adapter: str | None, timeout: float) -> tuple[float, float]:
-        """Mean and largest |log-prob of this worker - the learner's| over the canary's tokens, nats; NaN counts as infinite."""
-        own = await self.alive_during(self.api.prompt_logprobs(canary.token_ids, adapter), timeout)
+    async def prove(self, canary: Canary) -> tuple[float, float]:
+        """Mean and largest |log-prob here - the learner's| over the canary's tokens, nats.
+
+        WorkerError when the mean is over the limit (NaN is), or when nothing moved here since the last canary although the
+        learner did: a push that was lost changes log-probs by less than rounding when steps are small.
+        """
+        own = await self.alive_during(self.api.prompt_logprobs(canary.token_ids, self._adapter))
         gaps = [abs(a - b) if a == a else float("inf") for a, b in zip(own, canary.logprobs, strict=True)]
-        return sum(gaps) / len(gaps), max(gaps)
+        mean = sum(gaps) / len(gaps)
+        if not mean <= canary.limit:
+            raise WorkerError(f"differs from the learner by {mean:.3g} nats per token (limit {canary.limit:g})")
+        if self._proof and self._proof[1] == own and self._proof[0] != canary.logprobs:
+            raise WorkerError("gives the very log-probs it gave before the push, though the learner's changed")
+        self._proof = (canary.logprobs, own)
+        return mean, max(gaps)
 
 
 async def all_of(workers: list[Worker], what: Callable[[Worker], Awaitable[None]]) -> dict[Worker, WorkerError]:

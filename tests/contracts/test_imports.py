@@ -17,7 +17,7 @@ ALLOWED = {
     "objective": SHARED | {"methods"},
     "tasks": SHARED | {"config_file"},
     "rollout": SHARED,
-    "learner": SHARED | {"methods", "objective"},
+    "learner": SHARED | {"methods", "objective", "signals"},
 }
 ABOVE = {"cli": {"__main__.py"}, "train": {"cli/training.py"}}  # the entry points and their only importers
 LIBRARIES = {"objective": {"torch"}, "thermo": {"numpy"}}  # the only third-party imports of a folder

@@ -1,47 +1,88 @@
-"""Two processes with half of the groups each leave the gradient that one process has."""
+"""Two learner processes are one: the same log-probs, statistics, metrics and weights, whatever the split leaves to each."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from learner_cases import make_groups, make_learner
 
 from grpo_lab.learner.collate import collate
+from grpo_lab.learner.learner import Learner
+from grpo_lab.learner.ranks import follow
 
-RANK = """
-import json, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-import torch
-from learner_cases import make_groups, make_learner
-from grpo_lab.learner.collate import collate
-
-learner = make_learner(Path(sys.argv[1]))
-rank, ranks = learner._accelerator.process_index, learner._accelerator.num_processes
-assert ranks == 2
-mine = [[0, 2], [1]][rank]
-groups = make_groups()
-batch = learner.annotate(collate([groups[i] for i in mine], mine))
-advantages = torch.linspace(-1, 1, 12).view(3, 4)[mine].flatten()
-learner.gradient(batch, advantages, torch.arange(4 * len(mine)), batch.old_logprobs.clone(), 0)
-torch.save({n: p.grad for n, p in learner.policy.trainable().items()}, f"{sys.argv[3]}.{rank}")
-"""
+CASES: dict[str, dict[str, Any]] = {
+    "uneven": {},  # three groups on two ranks
+    "idle": {"mini_batches": 3},  # one group a mini-batch: a rank has nothing to do
+    "padded": {"share_prompt": False, "microbatch_tokens": 40},
+    "bfloat16": {"dtype": "bfloat16"},
+    "adapter": {"lora_rank": 4},
+    "correction": {"objective": {"correction": "m2po"}, "passes": 2},  # looks at the whole batch
+}
 
 
-def test_gradient_of_two_processes(tiny_model: Path, tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    arguments = [str(tiny_model), str(Path(__file__).parents[1]), str(tmp_path / "grad")]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    learner = make_learner(tiny_model)
+def results(learner: Learner) -> dict[str, Any]:
+    """Three updates, and everything that came out."""
     batch = learner.annotate(collate(make_groups()))
-    learner.gradient(batch, torch.linspace(-1, 1, 12), torch.arange(12), batch.old_logprobs.clone(), 0)
-    for rank in range(2):
-        got = torch.load(tmp_path / f"grad.{rank}", weights_only=True)
-        for name, parameter in learner.policy.trainable().items():
-            assert torch.allclose(got[name], parameter.grad, atol=1e-7, rtol=1e-4), name  # type: ignore[arg-type]
+    statistics = learner.statistics(batch.tokens)
+    reports = [learner.update(batch, torch.linspace(-1, 1, 12), step) for step in range(3)]
+    metrics = {f"{i}/{name}": value for i, report in enumerate(reports) for name, value in report.metrics.items()}
+    return {
+        "old": batch.old_logprobs,
+        "ref": batch.ref_logprobs,
+        "kl": statistics.full_kl,
+        "trained": reports[-1].trained_logprobs,
+        "metrics": metrics,
+        "weights": {name: p.detach() for name, p in learner.policy.trainable().items()},
+    }
+
+
+def run_rank(model: Path, output: str) -> None:
+    for name, case in CASES.items():
+        learner = make_learner(model, **case)
+        assert learner.ranks.count == 2
+        if learner.ranks.is_main:
+            result = results(learner)
+            learner.ranks.end()
+        else:
+            follow(learner)
+            result = {"weights": {key: p.detach() for key, p in learner.policy.trainable().items()}}
+        torch.save(result, f"{output}.{name}.{learner.ranks.index}")
+
+
+@pytest.fixture(scope="module")
+def two_processes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    output = str(tmp_path_factory.mktemp("ranks") / "result")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
+    folders = f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": folders}
+    done = subprocess.run(
+        [*launch, str(tiny_model), output], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return output
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_are_one(two_processes: str, tiny_model: Path, name: str) -> None:
+    rank_0, rank_1 = (torch.load(f"{two_processes}.{name}.{rank}", weights_only=True) for rank in range(2))
+    assert all(torch.equal(rank_0["weights"][key], rank_1["weights"][key]) for key in rank_0["weights"])
+    alone = results(make_learner(tiny_model, **CASES[name]))
+    tolerance = 1e-2 if name == "bfloat16" else 1e-5
+    for key in ("old", "ref", "kl", "trained"):
+        assert torch.allclose(rank_0[key], alone[key], atol=tolerance), key
+    for key, value in alone["metrics"].items():
+        assert rank_0["metrics"][key] == pytest.approx(value, rel=10 * tolerance, abs=tolerance), key
+    start = dict(make_learner(tiny_model, **CASES[name]).policy.trainable())
+    for key, expected in alone["weights"].items():
+        got, moved = rank_0["weights"][key].float(), (expected - start[key]).float().abs().max()
+        gap = (got - expected.float()).abs()
+        assert gap.max() <= (1e-6 if name != "bfloat16" else 0.2 * float(moved)), key
+    assert rank_0["metrics"]["0/policy/grad_norm"] > 0
+
+
+if __name__ == "__main__":
+    run_rank(Path(sys.argv[1]), sys.argv[2])

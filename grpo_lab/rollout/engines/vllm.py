@@ -18,7 +18,7 @@ import torch
 
 from grpo_lab.errors import ConfigError, RunError
 from grpo_lab.rollout.engines import EngineSpec
-from grpo_lab.rollout.engines._vllm_options import engine_options, sampling_options
+from grpo_lab.rollout.vllm_options import engine_options, sampling_options
 from grpo_lab.types import Completion, GenerationRequest, Sampling
 
 

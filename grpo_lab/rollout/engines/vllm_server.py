@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import shutil
 import threading
 from collections.abc import Coroutine, Sequence
@@ -19,9 +20,9 @@ import torch
 from grpo_lab.errors import ConfigError
 from grpo_lab.rollout.client import WorkerClient
 from grpo_lab.rollout.engines import EngineSpec
-from grpo_lab.rollout.engines._vllm_options import command_line, engine_options
 from grpo_lab.rollout.pool import Pool
 from grpo_lab.rollout.server import ServerProcess, machine_shares, server_command, server_environment
+from grpo_lab.rollout.vllm_options import command_line, engine_options
 from grpo_lab.rollout.worker import Worker
 from grpo_lab.scratch import scratch_folder
 from grpo_lab.types import Canary, Completion, GenerationRequest, Sampling
@@ -35,6 +36,7 @@ class EngineImpl:
     concurrent = True
 
     def __init__(self, spec: EngineSpec) -> None:
+        _raise_file_limit()
         self._logs = scratch_folder("workers")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout workers", daemon=True)
@@ -68,8 +70,10 @@ class EngineImpl:
         """Stop the servers that were started here; returns when they are gone."""
         pool, self._pool = self._pool, None
         if pool:
+            keep_logs = keep_logs or pool.has_failed
             self._wait_for(pool.close())
         if self._thread.is_alive():
+            self._wait_for(_cancel_the_rest())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
@@ -91,6 +95,14 @@ class EngineImpl:
             raise
 
 
+async def _cancel_the_rest() -> None:
+    """End every task of the loop but this one, so that nobody waits for an answer that will not come."""
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in rest:
+        task.cancel()
+    await asyncio.gather(*rest, return_exceptions=True)
+
+
 def require_vllm(wanted_by: str) -> None:
     """ConfigError when vLLM is not installed here."""
     if util.find_spec("vllm") is None:
@@ -103,7 +115,7 @@ def require_vllm(wanted_by: str) -> None:
 def server_options(spec: EngineSpec) -> dict[str, Any]:
     """vLLM's engine arguments of a worker."""
     on_gpu = torch.cuda.is_available()
-    options = engine_options(spec, on_gpu)
+    options = engine_options(spec, on_gpu) | {"scheduling_policy": "priority"}  # the proof of a push goes first
     if on_gpu:
         options |= {
             "gpu_memory_utilization": spec.rollout.worker_gpu_memory,
@@ -122,9 +134,17 @@ def _workers(spec: EngineSpec, logs: Path) -> list[Worker]:
     lora = spec.model.lora_rank > 0
 
     def own(index: int, share: dict[str, str]) -> Worker:
-        command = lambda port: server_command(options, "127.0.0.1", port)  # noqa: E731
+        command = lambda socket: server_command(options, ["--uds", socket])  # noqa: E731
         server = ServerProcess(command, logs / f"worker-{index}.log", server_environment(lora, share))
-        return Worker(f"worker {index}", server=server)
+        return Worker(f"worker {index}", settings.worker_timeout_s, server=server)
 
     started = [own(index, share) for index, share in enumerate(shares)]
-    return started + [Worker(f"worker {url}", WorkerClient(url)) for url in settings.urls]
+    return started + [Worker(f"worker {url}", settings.worker_timeout_s, WorkerClient(url)) for url in settings.urls]
+
+
+def _raise_file_limit() -> None:
+    """Let this process hold as many connections as the system allows it: a batch may be thousands of requests."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

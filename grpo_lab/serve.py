@@ -11,9 +11,9 @@ from grpo_lab.console import Console
 from grpo_lab.errors import ConfigError
 from grpo_lab.hub import resolve_model
 from grpo_lab.rollout.engines import EngineSpec
-from grpo_lab.rollout.engines._vllm_options import command_line
 from grpo_lab.rollout.engines.vllm_server import require_vllm, server_options
 from grpo_lab.rollout.server import server_command, server_environment
+from grpo_lab.rollout.vllm_options import command_line
 
 
 def serve(config: Config, host: str, port: int) -> NoReturn:
@@ -28,14 +28,12 @@ def serve(config: Config, host: str, port: int) -> NoReturn:
                 f"--host {host} --port {port}: cannot listen there ({error.strerror}); choose another "
                 "port, or an address of this machine"
             ) from None
+    spec = EngineSpec(resolve_model(config.model), config.model, config.rollout)
     name = socket.gethostname() if host in ("0.0.0.0", "::") else host
     console = Console()
-    console.say(f"worker     {config.model.name}, {config.model.dtype}, up to {_limit(config)} tokens; Ctrl-C stops it")
+    console.say(
+        f"worker     {config.model.name}, {config.model.dtype}, up to {spec.max_model_len} tokens; Ctrl-C stops it"
+    )
     console.say(f"attach     grpo-lab train ... --set 'rollout.urls=[http://{name}:{port}]'")
-    spec = EngineSpec(resolve_model(config.model), config.model, config.rollout)
-    command = server_command(command_line(server_options(spec)), host, port)
+    command = server_command(command_line(server_options(spec)), ["--host", host, "--port", str(port)])
     os.execvpe(command[0], command, server_environment(config.model.lora_rank > 0, {}))
-
-
-def _limit(config: Config) -> int:
-    return config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
