@@ -96,10 +96,13 @@ class Parts:
         shutil.rmtree(self.weights_dir, ignore_errors=True)
 
 
-def check(config: Config) -> Objective:
-    """What can be refused before anything loads: axes, gate, the names of engine and task, a local model's folder."""
+def check(config: Config, processes: int | None = None) -> Objective:
+    """What can be refused before anything loads: axes, gate, the names of engine and task, a local model's folder.
+
+    `processes` of the learner; as the launcher says when absent.
+    """
     objective = resolve(config)
-    _check_rollout(config)
+    _check_rollout(config, processes or int(os.environ.get("WORLD_SIZE", "1")))
     build_gate(objective.gate, objective.gate_options, objective.level)
     find_engine(config.rollout.engine_name)
     find_task(config.data.task)
@@ -107,7 +110,7 @@ def check(config: Config) -> Objective:
     return objective
 
 
-def _check_rollout(config: Config) -> None:
+def _check_rollout(config: Config, processes: int) -> None:
     """ConfigError for workers that cannot be, and for staleness without an engine that samples beside the learner."""
     rollout = config.rollout
     if rollout.has_workers and rollout.engine_name != "vllm_server":
@@ -115,7 +118,6 @@ def _check_rollout(config: Config) -> None:
             f"rollout.workers and rollout.urls are vLLM servers, but rollout.engine={rollout.engine}: leave it at vllm, or "
             "set rollout.workers=0 and rollout.urls=[]"
         )
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1 and rollout.engine_name == "vllm":
         raise ConfigError(
             f"{processes} learner processes and rollout.engine=vllm in one of them: give the engine GPUs of its own with "

@@ -1,19 +1,42 @@
-"""Several learner processes on one machine, started by torch's own launcher."""
+"""Several learner processes on one machine, started and watched by torch's own launcher."""
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 _SHUTDOWN_S = 3600  # a step and its checkpoint may take long; the launcher's default kills after 30 s
 
 
-def launch(processes: int, arguments: Sequence[str]) -> NoReturn:
-    """Become the launcher of `processes` times `grpo-lab` with these arguments."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    patience = ["--shutdown-timeout", str(_SHUTDOWN_S), "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(_threads(processes)))}
-    os.execvpe(sys.executable, [sys.executable, *launcher, *patience, "-m", "grpo_lab", *arguments], environment)
+def launch(processes: int, arguments: Sequence[str]) -> int:
+    """Run `grpo-lab` with these arguments as `processes` ranks; the exit status of the first that failed, else 0.
+
+    What rank 0 has to say it says itself. A stop signal is passed on, and waited for until the step is saved.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", str(_threads(processes)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id="grpo_lab",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        signals_to_handle="SIGTERM,SIGINT,SIGUSR1",
+        shutdown_timeout=_SHUTDOWN_S,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "grpo_lab", *arguments)
+    except ChildFailedError as error:
+        return abs(error.get_first_failure()[1].exitcode) or 1
+    except SignalException:
+        return 0
+    return 0
 
 
 def _threads(processes: int) -> int:

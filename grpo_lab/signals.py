@@ -1,13 +1,18 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C ask a run to finish its step and save; asked twice, it exits at once."""
+"""SIGTERM, SIGUSR1 and Ctrl-C ask a run to finish its step and save; asked twice, it exits at once.
+
+Under a launcher one Ctrl-C arrives twice, from the terminal and passed on by the launcher: the echo does not count.
+"""
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_LAUNCHED, _ECHO_S = "TORCHELASTIC_RUN_ID", 3.0
 
 
 @dataclass
@@ -15,6 +20,7 @@ class StopRequest:
     """Whether somebody asked the run to stop, and by which signal."""
 
     name: str = ""
+    since: float = 0.0
 
     def __bool__(self) -> bool:
         return bool(self.name)
@@ -26,10 +32,12 @@ def stop_signals() -> Iterator[StopRequest]:
     request = StopRequest()
 
     def handle(number: int, frame: FrameType | None) -> None:
+        if request and _LAUNCHED in os.environ and time.monotonic() - request.since < _ECHO_S:
+            return
         if request:
             os.write(2, b"stopped at once; the newest complete checkpoint is unharmed\n")
             os._exit(130)
-        request.name = signal.Signals(number).name
+        request.name, request.since = signal.Signals(number).name, time.monotonic()
         os.write(
             2,
             f"\n{request.name}: finishing this step, then saving (it can take minutes); once more exits at once\n".encode(),

@@ -59,9 +59,11 @@ def train(
         print_dry_run(Console(), loaded, objective)
         return
     if processes > 1 and "WORLD_SIZE" not in os.environ:
+        from grpo_lab.assemble import check
         from grpo_lab.launch import launch
 
-        launch(processes, sys.argv[1:])
+        check(loaded, processes)
+        raise typer.Exit(launch(processes, sys.argv[1:]))
     from grpo_lab.train import train as run_training
 
     run_training(loaded, Console(), RunDir.open(resume) if resume else None)

@@ -15,6 +15,7 @@ import sys
 import time
 
 GRACE_S = 10.0
+_TRACKER_S = 2.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -52,6 +53,14 @@ class _Command:
             os.kill(self.pid, number)
 
     def kill_group(self) -> None:
+        """SIGKILL to the whole group; Python's resource tracker last, which then frees the shared memory of the others."""
+        for pid in _members(self.pid):
+            if b"resource_tracker" not in _command_line(pid):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + _TRACKER_S
+        while self.group_lives() and time.monotonic() < deadline:
+            time.sleep(0.02)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -64,6 +73,24 @@ class _Command:
         except PermissionError:
             return True
         return True
+
+
+def _members(group: int) -> list[int]:
+    """The processes of a group, as /proc tells; none where there is no /proc."""
+    found = []
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if name.isdigit() and os.getpgid(int(name)) == group:
+                found.append(int(name))
+    return found
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
 
 
 def _heard(seconds: float) -> bytes | None:

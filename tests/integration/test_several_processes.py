@@ -1,0 +1,76 @@
+"""`--processes 2` is the same training as one process: metrics, weights, checkpoints; and it stops and refuses as kindly."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+REPOSITORY = Path(__file__).parents[2]
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
+
+
+def test_two_processes_train_as_one(grpo_lab: Run, tiny_config: Path, tmp_path: Path) -> None:
+    """Two steps as two processes, and two more resumed as one, against four steps of one process."""
+    from safetensors.torch import load_file
+
+    arguments = ("train", "--config", tiny_config, "--method", "grpo")
+    alone = grpo_lab(*arguments, "--set", "total_rollouts=32", "--name", "alone")
+    assert alone.returncode == 0, alone.stderr
+    both = grpo_lab(*arguments, "--name", "both", "--processes", "2")
+    assert both.returncode == 0, both.stderr
+    assert both.stdout.count("step    2/2") == 1, "one process speaks"
+    run = tmp_path / "runs/both"
+    resumed = grpo_lab("train", "--resume", run, "--set", "total_rollouts=32")
+    assert resumed.returncode == 0, resumed.stderr
+    for got, expected in zip(metrics(run), metrics(tmp_path / "runs/alone"), strict=True):
+        assert got == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    name = "checkpoints/rollouts_00000032/model.safetensors"
+    expected = load_file(tmp_path / "runs/alone" / name)
+    for key, tensor in load_file(run / name).items():
+        gap = (tensor - expected[key]).abs()  # Adam divides by the gradient's size: where that is rounding, a step is too
+        assert gap.mean() < 1e-7 and gap.max() < 1e-4, key
+    evaluations = [
+        json.loads((r / "evaluations/rollouts_00000016.json").read_text()) for r in (run, tmp_path / "runs/alone")
+    ]
+    assert evaluations[0]["kl_rao_blackwell"]["mean"] == pytest.approx(
+        evaluations[1]["kl_rao_blackwell"]["mean"], abs=1e-5
+    )
+
+
+def test_refused_in_one_line(grpo_lab: Run, tiny_config: Path, tmp_path: Path) -> None:
+    refused = grpo_lab("train", "--config", tiny_config, "--set", "rollout.engine=vllm", "--processes", "2")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "rollout.workers=1" in refused.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_signal_saves_and_ends_every_process(tiny_config: Path, tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "grpo_lab", "train", "--config", str(tiny_config), "--processes", "2"]
+    process = subprocess.Popen(
+        [*command, "--set", "total_rollouts=80000", "--set", "checkpoint_every=80000"],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    lines = tmp_path / "runs/run/metrics.jsonl"
+    while not (lines.exists() and lines.read_text().count("\n") >= 2):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and "--resume" in output
+    steps = metrics(tmp_path / "runs/run")[-1]["rollouts/total"]
+    assert (tmp_path / f"runs/run/checkpoints/rollouts_{steps:08d}/manifest.json").is_file()
+    assert subprocess.run(["pgrep", "-s", str(process.pid)], capture_output=True).returncode == 1, "none is left"
