@@ -1,19 +1,24 @@
-"""A stand-in for vLLM's server, with the routes that rollout workers use: `python stand_in_server.py PORT [FAULT ...]`.
+"""A stand-in for vLLM's server, with the routes rollout workers use: `python stand_in_server.py SOCKET_OR_PORT [FAULT ...]`.
 
 Its weights are one number, read from value.txt of a pushed folder; it is every prompt token's log-prob. A completion is a
 function of its seed. Faults:
 
 hang: neither /generate nor /weight_info answers         break once, break always: /generate answers 500
 refuse: /generate answers 400                            abort once: a completion comes back unfinished
-slow: a completion takes 0.2 s                           stall: a completion waits for a pause, or for ever
-slow push: a reload or an adapter takes 0.3 s
+slow: a completion takes 0.1 s                           stall: a completion waits for a pause, or for ever
+slow push: a reload or an adapter takes 0.3 s            hold push: it takes as long as this fault stays
 ignore next reload, ignore reloads: loaded, yet not      ignore versions: the version stays
 nan: prompt log-probs are NaN                            other checksums, broken checksums: of the weights
+sharded, packed: the checksums are of two GPUs, of nothing
+plain: without the routes of a server for rollouts
 """
 
+import hashlib
 import json
 import os
 import random
+import socket
+import socketserver
 import sys
 import threading
 import time
@@ -32,24 +37,42 @@ def sample(seed: int, max_tokens: int) -> tuple[list[int], list[float]]:
     return [chance.randrange(100) for _ in range(max_tokens)], [-chance.random() for _ in range(max_tokens)]
 
 
+def digest(weights: object) -> str:
+    """The checksum of weights."""
+    return hashlib.sha256(str(weights).encode()).hexdigest()
+
+
 class Refused(Exception):
     """Status, words."""
 
 
 class StandIn(ThreadingHTTPServer):
-    """Serves in a thread from the start; `requests` are (path, body and query), in order."""
+    """Serves in a thread from the start, at a port or a Unix socket; `requests` are (path, body and query), in order."""
 
     daemon_threads, request_queue_size = True, 128
 
-    def __init__(self, *faults: str, port: int = 0) -> None:
+    def __init__(self, *faults: str, address: str | int = 0) -> None:
         self.faults, self.requests = set(faults), list[tuple[str, dict[str, Any]]]()
         self.value, self.version, self.adapters = 0.0, "default", dict[str, float]()
         self.mode, self.running = "", 0  # of the pause, "" where generation goes on
         self.change, self.stopped = threading.Condition(), False
-        super().__init__(("127.0.0.1", port), Handler)
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        if isinstance(address, str):
+            self.address_family = socket.AF_UNIX
+        super().__init__(address if isinstance(address, str) else ("127.0.0.1", address), Handler)  # type: ignore[arg-type]
+        self.url = "http://worker" if isinstance(address, str) else f"http://127.0.0.1:{self.server_address[1]}"
         self.thread = threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True)
         self.thread.start()
+
+    def server_bind(self) -> None:
+        """Without looking up a name of the address, which a socket has none of."""
+        socketserver.TCPServer.server_bind(self)
+
+    def restart(self) -> None:
+        """Be as a server that somebody else, its supervisor, started anew."""
+        with self.change:
+            self.value, self.version, self.mode = 0.0, "default", ""
+            self.adapters.clear()
+            self.change.notify_all()
 
     def asked(self, path: str) -> list[dict[str, Any]]:
         """What came to a path, in order."""
@@ -91,6 +114,8 @@ class StandIn(ThreadingHTTPServer):
         self.requests.append((path, given))
         if path == "/weight_info":
             self._wait_while(lambda: "hang" in self.faults)
+        if path == "/weight_info" and "plain" in self.faults:
+            raise Refused(404, "Not Found")
         match path:
             case "/v1/models":
                 return {"data": [{"max_model_len": 64}]}
@@ -101,7 +126,7 @@ class StandIn(ThreadingHTTPServer):
             case "/weight_checker" if "broken checksums" in self.faults:
                 raise Refused(500, "cannot count")
             case "/weight_checker":
-                return {"checksums": {"layer": "other" if "other checksums" in self.faults else f"sum of {self.value}"}}
+                return {"checksums": self._checksums()}
             case "/inference/v1/generate":
                 return self._generate(given["model"], given["token_ids"], given["sampling_params"])
             case "/pause":
@@ -119,13 +144,22 @@ class StandIn(ThreadingHTTPServer):
                 raise Refused(400, f"The lora adapter '{given['lora_name']}' has already been loaded.")
             case "/v1/load_lora_adapter":
                 self.adapters[given["lora_name"]] = self._load(given["lora_path"])
+            case "/v1/unload_lora_adapter" if given["lora_name"] not in self.adapters:
+                raise Refused(404, f"The lora adapter '{given['lora_name']}' cannot be found.")
             case "/v1/unload_lora_adapter":
                 del self.adapters[given["lora_name"]]
             case "/stand_in":  # what a test must know of one in another process
-                return {"pid": os.getpid(), "requests": self.requests}
+                return {"pid": os.getpid(), "version": self.version, "requests": self.requests}
+
+    def _checksums(self) -> dict[str, str]:
+        """By vLLM's names."""
+        of_layer = digest("other" if "other checksums" in self.faults else self.value)
+        parts = {"rank 1:layer": of_layer} if "sharded" in self.faults else {}
+        return {"rank 0:layer": digest("") if "packed" in self.faults else of_layer, **parts}
 
     def _load(self, folder: str) -> float:
         self._wait_while(lambda: True, 0.3 if "slow push" in self.faults else 0)
+        self._wait_while(lambda: "hold push" in self.faults)
         ignored = self._once("ignore next reload") or "ignore reloads" in self.faults
         return self.value if ignored else float((Path(folder) / "value.txt").read_text())
 
@@ -142,7 +176,7 @@ class StandIn(ThreadingHTTPServer):
         self.running += 1
         try:
             self._wait_while(lambda: "hang" in self.faults)
-            self._wait_while(lambda: self.mode != "abort", 0.2 if "slow" in self.faults else 0)
+            self._wait_while(lambda: self.mode != "abort", 0.1 if "slow" in self.faults else 0)
             if "prompt_logprobs" not in options:
                 self._wait_while(lambda: "stall" in self.faults and not self.mode)
             aborted = self._once("abort once") or self.mode == "abort"
@@ -187,4 +221,5 @@ class Handler(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    StandIn(*sys.argv[2:], port=int(sys.argv[1])).thread.join()
+    where = sys.argv[1]
+    StandIn(*sys.argv[2:], address=int(where) if where.isdecimal() else where).thread.join()

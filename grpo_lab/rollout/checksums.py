@@ -15,7 +15,9 @@ def differing(workers: Mapping[str, Mapping[str, str]], learner: Mapping[str, st
     lines = []
     first = next(iter(workers), "")
     for name, sums in workers.items():
-        wrong = sorted(key for key in workers[first].keys() | sums.keys() if workers[first].get(key) != sums.get(key))
+        wrong = sorted(
+            key for key in workers[first].keys() | sums.keys() if _differ(workers[first].get(key), sums.get(key))
+        )
         if wrong:
             lines.append(f"{first} and {name} hold different weights after the same push ({_some(wrong)})")
         wrong = sorted(key for key in comparable(sums, learner) if comparable(sums, learner)[key] != learner[key])
@@ -30,6 +32,10 @@ def comparable(sums: Mapping[str, str], learner: Mapping[str, str]) -> dict[str,
         return {}
     held = {key.rpartition(":")[2]: digest for key, digest in sums.items() if digest != _NOTHING}
     return {name: digest for name, digest in held.items() if name in learner}
+
+
+def _differ(one: str | None, other: str | None) -> bool:
+    return one != other and _NOTHING not in (one, other)
 
 
 def _some(names: list[str]) -> str:

@@ -19,11 +19,16 @@ InFlight = Literal["wait", "keep", "abort"]
 
 
 class WorkerError(Exception):
-    """A server did not do what it was asked. `refused`: it answered that the request itself is wrong (4xx)."""
+    """A server did not do what it was asked. `status`: the error it answered with, 0 for no answer."""
 
-    def __init__(self, message: str, refused: bool = False) -> None:
+    def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
-        self.refused = refused
+        self.status = status
+
+    @property
+    def refused(self) -> bool:
+        """Whether it answered that the request itself is wrong."""
+        return 400 <= self.status < 500
 
 
 class ForeignWeightsError(WorkerError):
@@ -58,10 +63,10 @@ class WorkerClient:
         http = self._completions if path == _GENERATE else self._control
         try:
             answer = await http.request(method, path, timeout=limit, **arguments)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: the client has been closed
             raise WorkerError(f"{path}: {type(error).__name__} {error}".rstrip()) from None
         if answer.status_code >= 400:
-            raise WorkerError(f"{path}: {_reason(answer)}", 400 <= answer.status_code < 500)
+            raise WorkerError(f"{path}: {_reason(answer)}", answer.status_code)
         if answer.headers.get("content-type", "").startswith("application/json"):
             with _read(path):
                 return answer.json()
@@ -143,7 +148,7 @@ class WorkerClient:
         await self._call("POST", "/pause", params={"mode": mode})
 
     async def resume(self) -> None:
-        await self._call("POST", "/resume")
+        await self._call("POST", "/resume", timeout=_CONNECT_S)
 
     async def reload(self, folder: Path) -> None:
         """Load the safetensors of `folder`, a path as the server sees it."""
@@ -151,7 +156,7 @@ class WorkerClient:
         await self._call("POST", "/collective_rpc", json=body)
 
     async def set_version(self, label: str) -> None:
-        await self._call("POST", "/update_weight_version", json={"new_version": label})
+        await self._call("POST", "/update_weight_version", timeout=_CONNECT_S, json={"new_version": label})
 
     async def reset_prefix_cache(self, recompute_running: bool) -> None:
         """Forget cached prompts of the old weights; requests frozen in `keep` compute theirs again."""

@@ -116,7 +116,7 @@ class Pool:
         async with self._crew.busy:
             try:
                 label = self._push.label if self._push else self._label(0)
-                if not worker.up or await worker.api.version(self._settings.worker_timeout_s) == label:
+                if not worker.up or await worker.holds(label):
                     return
                 self._say(f"warning    rollout {worker.name} {error}; giving it the weights again")
                 await self._catch_up(worker)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from grpo_lab.rollout import guard
 
 STOP_S = guard.GRACE_S + 5
 _FAILURES = re.compile(r"(?:[A-Za-z]*(?:Error|Exception|Exit)\b: .+|error: .+|out of memory.+)")
+_LONGEST_SOCKET = 100  # bytes of a Unix socket's path that every system takes
 _NOT_THE_CAUSE = "See root cause above"
 
 
@@ -26,6 +30,9 @@ class ServerProcess:
 
     def __init__(self, command: Callable[[str], Sequence[str]], log: Path, environment: Mapping[str, str]) -> None:
         self.log, self.socket = log, log.with_suffix(".sock")
+        if len(str(self.socket)) > _LONGEST_SOCKET:
+            self.socket = Path(tempfile.mkdtemp(prefix="grpo-", dir="/tmp")) / "sock"
+        self._stopping = threading.Lock()
         self._command = command
         self._environment = dict(environment)
         self._log_start = 0
@@ -33,6 +40,7 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start under guard.py in a session of its own, so that Ctrl-C in a terminal reaches the owner alone."""
+        self.socket.parent.mkdir(mode=0o700, exist_ok=True)
         self.socket.unlink(missing_ok=True)
         self._log_start = self.log.stat().st_size if self.log.is_file() else 0
         with self.log.open("ab") as output:
@@ -51,18 +59,21 @@ class ServerProcess:
 
     def stop(self, at_once: bool = False) -> None:
         """End the server and its children, `at_once` without a chance to tidy up; returns when they are gone."""
-        process, self._process = self._process, None
-        if process is None or process.stdin is None:
-            return
-        with contextlib.suppress(OSError):
-            if at_once:
-                process.stdin.write(b"k")
-            process.stdin.close()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        with self._stopping:
+            process = self._process
+            if process is not None and process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    if at_once:
+                        process.stdin.write(b"k")
+                    process.stdin.close()
+                try:
+                    process.wait(STOP_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+            self._process = None
+        if self.socket.parent != self.log.parent:
+            shutil.rmtree(self.socket.parent, ignore_errors=True)
 
     def last_error(self) -> str:
         """The last line of the log since the newest start that says what went wrong, "" when none does."""

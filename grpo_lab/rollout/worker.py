@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from grpo_lab.rollout.client import InFlight, WorkerClient, WorkerError
+from grpo_lab.rollout.client import ForeignWeightsError, InFlight, WorkerClient, WorkerError
 from grpo_lab.rollout.server import ServerProcess
 from grpo_lab.types import Canary, Completion
 
 START_S = 900.0
 GOODBYE_S = 3.0
+_NOT_FOUND = 404
 RELOAD_S = 900.0  # of a large model from a shared file system
 T = TypeVar("T")
 
@@ -50,6 +51,7 @@ class Worker:
         self.restarts = 0
         self._adapter: str | None = None  # what new requests use, and its version
         self._adapter_version = 0
+        self._adapter_lost = False
         self._adapters: dict[str, int] = {}  # loaded ones and their running requests
         self._loads = 0
         self._proof: tuple[tuple[float, ...], list[float]] | None = None  # the last canary: the learner's, its own
@@ -65,6 +67,8 @@ class Worker:
     async def launch(self) -> None:
         """Start the server and wait until it is healthy. WorkerError with its own words when it ends."""
         assert self.server is not None
+        if self.client:
+            await self.client.close()
         self.client = WorkerClient("http://worker", self.server.socket)
         self._adapter, self._adapters, self._proof = None, {}, None
         self.server.start()
@@ -96,6 +100,12 @@ class Worker:
                     await self.client.resume()
                     await self._unload_idle(but=None)
 
+    async def holds(self, label: str) -> bool:
+        """Whether the server says that it has the weights of this label, or has not forgotten the adapter in use."""
+        if self._adapter is not None:
+            return not self._adapter_lost
+        return await self.api.version(self._timeout) == label
+
     def drop_requests(self) -> None:
         """Let every request that runs here end with WorkerLost."""
         for task in self._tasks:
@@ -112,6 +122,12 @@ class Worker:
         try:
             completion = await self._run(self.api.generate(token_ids, sampling, adapter))
             return completion and replace(completion, weight_version=version)
+        except WorkerError as error:
+            if error.status != _NOT_FOUND:
+                raise
+            if self._adapter == adapter:
+                self._adapter_lost = True
+            raise ForeignWeightsError(f"has forgotten the adapter {adapter!r}") from None
         finally:
             if adapter in self._adapters:  # a restarted worker has forgotten it
                 self._adapters[adapter] -= 1
@@ -166,14 +182,18 @@ class Worker:
         name = f"{push.label}-{self._loads}"
         await self.api.load_adapter(name, push.folder)
         self._adapters[name] = 0
-        self._adapter, self._adapter_version = name, push.version
+        self._adapter, self._adapter_version, self._adapter_lost = name, push.version, False
         await self._unload_idle(but=name)
 
     async def _unload_idle(self, but: str | None) -> None:
         for name, running in list(self._adapters.items()):
             if name != but and running == 0:
                 del self._adapters[name]
-                await self.api.unload_adapter(name)
+                try:
+                    await self.api.unload_adapter(name)
+                except WorkerError as error:
+                    if not error.refused:  # refused: it has forgotten the adapter itself
+                        raise
 
     async def alive_during(self, call: Coroutine[Any, Any, T]) -> T:
         """The result of a call that may take long, as long as the engine answers now and then; else WorkerError."""

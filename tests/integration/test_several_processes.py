@@ -37,7 +37,9 @@ def test_two_processes_train_as_one(grpo_lab: Run, tiny_config: Path, tmp_path: 
     name = "checkpoints/rollouts_00000032/model.safetensors"
     expected = load_file(tmp_path / "runs/alone" / name)
     for key, tensor in load_file(run / name).items():
-        gap = (tensor - expected[key]).abs()  # Adam divides by the gradient's size: where that is rounding, a step is too
+        gap = (
+            tensor - expected[key]
+        ).abs()  # Adam divides by the gradient's size: where that is rounding, a step is too
         assert gap.mean() < 1e-7 and gap.max() < 1e-4, key
     evaluations = [
         json.loads((r / "evaluations/rollouts_00000016.json").read_text()) for r in (run, tmp_path / "runs/alone")

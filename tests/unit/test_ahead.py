@@ -99,15 +99,23 @@ def test_a_resumed_run_begins_at_its_step() -> None:
 
 
 def test_the_times_tell_who_waited() -> None:
-    with BatchesAhead(lambda step: time.sleep(0.1 * (step == 0)), 1, 3) as sampler:
+    with BatchesAhead(lambda step: time.sleep(0.3 * (step == 0)), 1, 3) as sampler:
         sampler.allow(0)
         first = sampler.take(0)[1]
         sampler.take(1)
-        time.sleep(0.1)
+        time.sleep(0.3)
         sampler.allow(1)
         last = sampler.take(2)[1]
-    assert first.generate >= 0.1 and first.wait_rollouts >= 0.05 and first.wait_learner < 0.05
-    assert last.wait_learner >= 0.1 and last.wait_rollouts < 0.05
+    assert first.generate >= 0.3 and first.wait_rollouts >= 0.15 and first.wait_learner < 0.15
+    assert last.wait_learner >= 0.3 and last.wait_rollouts < 0.15
+
+
+@pytest.mark.parametrize(("staleness", "ahead"), [(0, False), (1, True), (2, True)])
+def test_the_times_tell_whether_a_batch_was_begun_before_it_was_asked_for(staleness: int, ahead: bool) -> None:
+    with BatchesAhead(lambda step: step, staleness, 3) as sampler:
+        for step in range(3):
+            sampler.allow(step)
+            assert sampler.take(step)[1].ahead is ahead
 
 
 @pytest.mark.parametrize(("generate", "waited", "overlap"), [(2, 0.5, 0.75), (2, 0, 1), (1, 1.1, 0), (0, 0, 0)])

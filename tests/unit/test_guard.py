@@ -1,5 +1,6 @@
 """Servers end with their owner, however it ends; and the machine's shares and a log's last words."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -62,8 +63,8 @@ class Log:
         return [int(word) for word in self.path.read_text().splitlines()[0].split()]
 
     def server(self, program: str) -> ServerProcess:
-        server = ServerProcess(lambda port: [sys.executable, "-c", program], self.path, os.environ)
-        server.start(0)
+        server = ServerProcess(lambda socket: [sys.executable, "-c", program], self.path, os.environ)
+        server.start()
         return server
 
     def guarded(self, program: str) -> subprocess.Popen[bytes]:
@@ -128,8 +129,8 @@ def test_a_server_ends_with_its_killed_owner(log: Log) -> None:
 import os, pathlib, sys, time
 from grpo_lab.rollout.server import ServerProcess
 command = [sys.executable, "-c", {WAITS.replace('"sleep", "60"', '"true"')!r}]
-server = ServerProcess(lambda port: command, pathlib.Path({str(log.path)!r}), os.environ)
-server.start(0)
+server = ServerProcess(lambda socket: command, pathlib.Path({str(log.path)!r}), os.environ)
+server.start()
 time.sleep(60)
 """
     process = subprocess.Popen([sys.executable, "-c", owner])
@@ -147,28 +148,54 @@ def test_a_server_ends_with_its_killed_guard(log: Log) -> None:
     server.stop()
 
 
+def test_a_server_is_told_its_socket_which_nobody_before_it_left(log: Log) -> None:
+    program = "import os, sys; print(os.path.exists(sys.argv[1]), sys.argv[1])"
+    server = ServerProcess(lambda socket: [sys.executable, "-c", program, socket], log.path, os.environ)
+    server.socket.touch()
+    server.start()
+    until(lambda: not server.is_running)
+    server.stop()
+    assert log.path.read_text() == f"False {server.socket}\n"
+    assert server.socket.parent == log.path.parent
+
+
+def test_a_server_can_listen_at_its_socket_though_its_folder_has_a_long_name(tmp_path: Path) -> None:
+    # as below /tmp where the host's name has 64 characters, or in a long TMPDIR
+    folder = tmp_path / f"grpo_lab-workers-{'h' * 64}-1234567-abcdefgh"
+    folder.mkdir()
+    program = "import socket, sys; socket.socket(socket.AF_UNIX).bind(sys.argv[1]); print('bound')"
+    server = ServerProcess(lambda socket: [sys.executable, "-c", program, socket], folder / "worker-0.log", os.environ)
+    server.start()
+    until(lambda: not server.is_running)
+    server.stop()
+    assert server.log.read_text() == "bound\n"
+
+
 def test_the_end_of_a_command_is_noticed_though_its_children_live(log: Log) -> None:
     server = log.server(LEAVES)
     pids = log.pids()
     try:
         until(lambda: not server.is_running, 1.5)
     finally:
-        os.killpg(pids[0], signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # the guard has ended it, as it should
+            os.killpg(pids[0], signal.SIGKILL)
         server.stop()
 
 
 # -- shares and words ------------------------------------------------------------------------------------------------
 
 
-def test_the_first_gpu_is_the_learners() -> None:
-    assert gpu_shares(["0", "1", "2"], 2, 1) == [{"CUDA_VISIBLE_DEVICES": "1"}, {"CUDA_VISIBLE_DEVICES": "2"}]
-    devices = [share["CUDA_VISIBLE_DEVICES"] for share in gpu_shares(["7", "5", "4", "3", "1", "0"], 2, 2)]
-    assert devices == ["5,4", "3,1"]
+def test_the_first_gpus_are_the_learners() -> None:
+    assert gpu_shares(["0", "1", "2"], 1, 2, 1) == [{"CUDA_VISIBLE_DEVICES": "1"}, {"CUDA_VISIBLE_DEVICES": "2"}]
+    devices = [share["CUDA_VISIBLE_DEVICES"] for share in gpu_shares(["7", "5", "4", "3", "1", "0"], 2, 2, 2)]
+    assert devices == ["4,3", "1,0"]
 
 
 def test_too_few_gpus_say_how_many_are_needed() -> None:
     with pytest.raises(ConfigError, match=r"need 5 GPUs, 4 are visible.*rollout\.workers=0"):
-        gpu_shares(["0", "1", "2", "3"], 2, 2)
+        gpu_shares(["0", "1", "2", "3"], 1, 2, 2)
+    with pytest.raises(ConfigError, match=r"2 learner process\(es\) need 4 GPUs, 3 are visible"):
+        gpu_shares(["0", "1", "2"], 2, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +208,7 @@ def test_cores_are_divided_where_there_are_enough(cores: list[int], workers: int
 
 def last_error(log: Log, *lines: str) -> str:
     log.path.write_text("\n".join(["", *lines, ""]))
-    return ServerProcess(lambda port: [], log.path, {}).last_error()
+    return ServerProcess(lambda socket: [], log.path, {}).last_error()
 
 
 def test_the_last_error_is_the_last_line_that_tells_of_one(log: Log) -> None:
@@ -192,7 +219,7 @@ def test_the_last_error_is_the_last_line_that_tells_of_one(log: Log) -> None:
 
 def test_a_log_without_an_error_has_no_last_one(log: Log) -> None:
     assert last_error(log, "INFO: an Error of mine") == ""
-    assert ServerProcess(lambda port: [], log.path.with_name("none.log"), {}).last_error() == ""
+    assert ServerProcess(lambda socket: [], log.path.with_name("none.log"), {}).last_error() == ""
 
 
 def test_the_last_error_is_the_root_cause(log: Log) -> None:
@@ -206,9 +233,9 @@ def test_the_last_error_is_the_root_cause(log: Log) -> None:
 
 def test_the_last_error_is_of_the_newest_start(log: Log) -> None:
     programs = ["raise ValueError('of the first start')", "raise SystemExit('this is the second')"]
-    server = ServerProcess(lambda port: [sys.executable, "-c", programs[port]], log.path, os.environ)
-    for port in range(2):
-        server.start(port)
+    server = ServerProcess(lambda socket: [sys.executable, "-c", programs.pop(0)], log.path, os.environ)
+    while programs:
+        server.start()
         until(lambda: not server.is_running)
         server.stop()
     assert "this is the second" in log.path.read_text()
