@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,9 @@ class Parts:
         held = policy.reference if reference else policy.causal_lm
         digests = {} if self._proven else weight_digests(held)  # hashing every weight, once a run
         self._proven.append(version)
-        logprobs = self.learner.prompt_logprobs(self.canary_ids, reference)
-        return verify(Canary(version, self.canary_ids, logprobs, self.canary_limit, digests))
+        score = partial(self.learner.score, reference=reference)
+        logprobs = score(self.canary_ids[:1], self.canary_ids[1:])
+        return verify(Canary(version, self.canary_ids, logprobs, self.canary_limit, score, digests))
 
     @property
     def canary_limit(self) -> float:

@@ -6,7 +6,7 @@ N = sequences, G = group size, C = longest completion, T = longest prompt + comp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -91,13 +91,15 @@ class Canary:
     """What the learner thinks of a fixed text at weight version `version`: log-probs of token_ids[1:], nats.
 
     A sampler that holds the same weights agrees to within `limit` per token on average. `digests` are sha256 sums of the
-    learner's tensors by name, where they have been computed.
+    learner's tensors by name, where they have been computed. `score(prompt, completion)` gives the learner's log-probs of any
+    other completion.
     """
 
     version: int
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     limit: float
+    score: Callable[[tuple[int, ...], tuple[int, ...]], tuple[float, ...]]
     digests: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -128,7 +128,7 @@ class StandIn(ThreadingHTTPServer):
             case "/weight_checker":
                 return {"checksums": self._checksums()}
             case "/inference/v1/generate":
-                return self._generate(given["model"], given["token_ids"], given["sampling_params"])
+                return self._generate(given)
             case "/pause":
                 self.mode = given["mode"]
                 self.change.notify_all()
@@ -163,7 +163,8 @@ class StandIn(ThreadingHTTPServer):
         ignored = self._once("ignore next reload") or "ignore reloads" in self.faults
         return self.value if ignored else float((Path(folder) / "value.txt").read_text())
 
-    def _generate(self, model: str | None, token_ids: list[int], options: dict[str, Any]) -> dict[str, Any]:
+    def _generate(self, given: dict[str, Any]) -> dict[str, Any]:
+        model, token_ids, options = given.get("model"), given["token_ids"], given["sampling_params"]
         if "refuse" in self.faults:
             raise Refused(400, "the prompt is not to my taste")
         if self._once("break once") or "break always" in self.faults:
@@ -177,7 +178,7 @@ class StandIn(ThreadingHTTPServer):
         try:
             self._wait_while(lambda: "hang" in self.faults)
             self._wait_while(lambda: self.mode != "abort", 0.1 if "slow" in self.faults else 0)
-            if "prompt_logprobs" not in options:
+            if given.get("priority", 0) >= 0:
                 self._wait_while(lambda: "stall" in self.faults and not self.mode)
             aborted = self._once("abort once") or self.mode == "abort"
             self._wait_while(lambda: self.mode == "keep")
@@ -185,6 +186,8 @@ class StandIn(ThreadingHTTPServer):
             self.running -= 1
             self.change.notify_all()
         ids, logprobs = sample(options.get("seed", 0), options["max_tokens"])
+        if model and given["priority"] < 0:  # the canary of an adapter
+            logprobs = [value] * len(ids)
         choice = {
             "token_ids": ids,
             "logprobs": {"content": [{"logprob": logprob} for logprob in logprobs]},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +85,10 @@ class Learner:
         return TokenStatistics(*(self.ranks.sum(getattr(result, name)) for name in _STATISTICS))
 
     @on_every_rank
-    def prompt_logprobs(self, token_ids: Sequence[int], reference: bool = False) -> tuple[float, ...]:
-        """Log-probs of token_ids[1:], each given what stands before it, under the current (or reference) weights at T 1."""
-        text = Completion(tuple(token_ids[1:]), (0.0,) * (len(token_ids) - 1), "", "length", 0)
-        group = RolloutGroup(Problem("", (), ""), tuple(token_ids[:1]), (text,), (Grade(0.0, "wrong"),))
-        tokens = collate([group])
+    def score(self, prompt: tuple[int, ...], completion: tuple[int, ...], reference: bool = False) -> tuple[float, ...]:
+        """Log-probs of a completion's tokens under the current (or reference) weights at temperature 1, nats."""
+        text = Completion(completion, (0.0,) * len(completion), "", "length", 0)
+        tokens = collate([RolloutGroup(Problem("", (), ""), prompt, (text,), (Grade(0.0, "wrong"),))])
         if not reference:
             return tuple(self._score(self.policy.causal_lm, tokens, 1.0)[0].tolist())
         with self.policy.as_reference() as model:

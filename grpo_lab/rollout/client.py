@@ -80,14 +80,16 @@ class WorkerClient:
         sampling: Mapping[str, Any],
         model: str | None = None,
         versions: Mapping[str, int] | None = None,
+        priority: int = 0,
     ) -> Completion | None:
         """One completion of a prompt under vLLM's sampling parameters; None when a weight push aborted it.
 
         `model` names the adapter, None is the base model. `versions` are the numbers of the labels this run gave to weights:
         `weight_version` is that of the first token, `weight_version_end` of the last one where a push came in between, and
-        another label is a ForeignWeightsError. Without `versions` nothing is looked up and the version is 0.
+        another label is a ForeignWeightsError. Without `versions` nothing is looked up and the version is 0. A lower
+        `priority` goes first.
         """
-        body = {"token_ids": list(token_ids), "sampling_params": dict(sampling), "model": model}
+        body = {"token_ids": list(token_ids), "sampling_params": dict(sampling), "model": model, "priority": priority}
         answer = await self._call("POST", _GENERATE, json=body)
         with _read(_GENERATE):
             choice = answer["choices"][0]
@@ -104,10 +106,10 @@ class WorkerClient:
         last = max(spans) if len(spans) > 1 else None
         return Completion(tuple(token_ids), logprobs, "", choice["finish_reason"], min(spans), last)
 
-    async def prompt_logprobs(self, token_ids: Sequence[int], model: str | None) -> list[float]:
+    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Natural-log probabilities of token_ids[1:], each given what stands before it, at temperature 1; with priority."""
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
-        body = {"token_ids": list(token_ids), "sampling_params": sampling, "model": model, "priority": -1}
+        body = {"token_ids": list(token_ids), "sampling_params": sampling, "priority": -1}
         answer = await self._call("POST", _GENERATE, json=body)
         with _read(_GENERATE):
             steps = answer["prompt_logprobs"][1:]

@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 
 from grpo_lab.rollout.client import ForeignWeightsError, InFlight, WorkerClient, WorkerError
 from grpo_lab.rollout.server import ServerProcess
-from grpo_lab.types import Canary, Completion
+from grpo_lab.rollout.vllm_options import sampling_options
+from grpo_lab.types import Canary, Completion, GenerationRequest, Sampling
 
 START_S = 900.0
 GOODBYE_S = 3.0
 _NOT_FOUND = 404
+_CANARY_SEED, _CANARY_TOKENS = 0, 16
 RELOAD_S = 900.0  # of a large model from a shared file system
 T = TypeVar("T")
 
@@ -213,15 +215,30 @@ class Worker:
         WorkerError when the mean is over the limit (NaN is), or when nothing moved here since the last canary although the
         learner did: a push that was lost changes log-probs by less than rounding when steps are small.
         """
-        own = await self.alive_during(self.api.prompt_logprobs(canary.token_ids, self._adapter))
-        gaps = [abs(a - b) if a == a else float("inf") for a, b in zip(own, canary.logprobs, strict=True)]
+        own, expected = await (
+            self._canary_of_prompt(canary) if self._adapter is None else self._canary_of_sample(canary)
+        )
+        gaps = [abs(a - b) if a == a else float("inf") for a, b in zip(own, expected, strict=True)]
         mean = sum(gaps) / len(gaps)
         if not mean <= canary.limit:
             raise WorkerError(f"differs from the learner by {mean:.3g} nats per token (limit {canary.limit:g})")
-        if self._proof and self._proof[1] == own and self._proof[0] != canary.logprobs:
+        if self._proof and self._proof[1] == own and self._proof[0] != expected:
             raise WorkerError("gives the very log-probs it gave before the push, though the learner's changed")
-        self._proof = (canary.logprobs, own)
+        self._proof = (expected, own)
         return mean, max(gaps)
+
+    async def _canary_of_prompt(self, canary: Canary) -> tuple[list[float], tuple[float, ...]]:
+        return await self.alive_during(self.api.prompt_logprobs(canary.token_ids)), canary.logprobs
+
+    async def _canary_of_sample(self, canary: Canary) -> tuple[list[float], tuple[float, ...]]:
+        """The same from a sampled continuation: vLLM fails on an adapter's prompt log-probs while other requests run."""
+        request = GenerationRequest(canary.token_ids, _CANARY_SEED)
+        options = sampling_options(request, Sampling(_CANARY_TOKENS))
+        completion = await self.alive_during(self.api.generate(canary.token_ids, options, self._adapter, priority=-1))
+        if completion is None:
+            raise WorkerError("did not finish the canary")
+        expected = await asyncio.to_thread(canary.score, canary.token_ids, completion.token_ids)
+        return list(completion.logprobs), expected
 
 
 async def all_of(workers: list[Worker], what: Callable[[Worker], Awaitable[None]]) -> dict[Worker, WorkerError]:
