@@ -31,23 +31,24 @@ from grpo_lab.tracking import Tracker
 _KL_TOLERANCE = 0.05  # nats; a sampled KL this little below zero is rounding, whatever its error says
 
 
-def train(config: Config, console: Console, resume: RunDir | None = None) -> None:
+def train(config: Config, console: Console, resume: RunDir | None = None) -> RunDir | None:
     """Run (or continue) a training to `total_rollouts`, or to the end of the step in which a stop signal came.
 
-    Of several processes, rank 0 runs it and the others follow its learner. Raises ConfigError before any model loads, RunError
+    Of several processes, rank 0 runs it and returns the run; the others follow its learner. Raises ConfigError before any model loads, RunError
     afterwards; what was saved stays.
     """
     ranks = Ranks()
     if ranks.is_main:
         try:
-            _lead(config, console, resume)
+            return _lead(config, console, resume)
         finally:
             ranks.end()
-    elif ranks.share(None) == READY:  # else rank 0 has ended before it had anything to follow
+    if ranks.share(None) == READY:  # else rank 0 has ended before it had anything to follow
         follow(build_learner(config, _resume_point(config, resume) if resume else None))
+    return None
 
 
-def _lead(config: Config, console: Console, resume: RunDir | None) -> None:
+def _lead(config: Config, console: Console, resume: RunDir | None) -> RunDir:
     checkpoint = _resume_point(config, resume) if resume else None
     console.describe(config, check(config))
     if not resume:
@@ -71,6 +72,7 @@ def _lead(config: Config, console: Console, resume: RunDir | None) -> None:
         parts.close()
         console.close()
     console.finished(run, evaluation_table(run), draw_run(run), stopped)
+    return run
 
 
 def _loop(parts: Parts, run: RunDir, progress: Progress, console: Console, tracker: Tracker) -> str:

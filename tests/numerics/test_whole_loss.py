@@ -154,7 +154,7 @@ def as_batch(case: Case) -> tuple[TrainBatch, torch.Tensor]:
         input_ids=ids, attention_mask=ids, predict_from=ids, completion_ids=ids, completion_mask=mask,
         rollout_logprobs=pad(case.rollout), rewards=torch.tensor(case.rewards, dtype=torch.float64),
         truncated=torch.tensor(TRUNCATED), group_ids=torch.arange(len(LENGTHS)) // GROUP,
-        prompt_lengths=torch.ones(len(LENGTHS), dtype=torch.long),
+        prompt_lengths=torch.ones(len(LENGTHS), dtype=torch.long), weight_versions=torch.zeros(len(LENGTHS)),
     )  # fmt: skip
     return TrainBatch(tokens, pad(case.old), pad(case.ref)), pad(case.new)
 
