@@ -34,8 +34,8 @@ _KL_TOLERANCE = 0.05  # nats; a sampled KL this little below zero is rounding, w
 def train(config: Config, console: Console, resume: RunDir | None = None) -> RunDir | None:
     """Run (or continue) a training to `total_rollouts`, or to the end of the step in which a stop signal came.
 
-    Of several processes, rank 0 runs it and returns the run; the others follow its learner. Raises ConfigError before any model loads, RunError
-    afterwards; what was saved stays.
+    Of several processes, rank 0 runs it and returns the run; the others follow its learner. Raises ConfigError before any model
+    loads, RunError afterwards; what was saved stays.
     """
     ranks = Ranks()
     if ranks.is_main:
