@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,6 @@ class Parts:
     learner: Learner
     weights_dir: Path
     canary_ids: tuple[int, ...]
-    _proven: list[int] = field(default_factory=list)
 
     @property
     def evaluation_sampling(self) -> Sampling:
@@ -80,11 +79,11 @@ class Parts:
             return {}
         policy = self.learner.policy
         held = policy.reference if reference else policy.causal_lm
-        digests = {} if self._proven else weight_digests(held)  # hashing every weight, once a run
-        self._proven.append(version)
         score = partial(self.learner.score, reference=reference)
         logprobs = score(self.canary_ids[:1], self.canary_ids[1:])
-        return verify(Canary(version, self.canary_ids, logprobs, self.canary_limit, score, digests))
+        return verify(
+            Canary(version, self.canary_ids, logprobs, self.canary_limit, score, partial(weight_digests, held))
+        )
 
     @property
     def canary_limit(self) -> float:
@@ -170,7 +169,7 @@ def assemble(
         on_failure.callback(shutil.rmtree, weights, ignore_errors=True)
         engine = build_engine(EngineSpec(base, config.model, config.rollout, say))
         on_failure.callback(engine.close)
-        learner = build_learner(config, checkpoint, training)
+        learner = build_learner(config, checkpoint, training, base)
         collector = Collector(engine, tokenizer, task.grade, config.seed, config.rollout.max_prompt_tokens)
         parts = Parts(config, objective, task, tokenizer, sampling, engine, collector, learner, weights, canary)
         if config.rollout.urls:
@@ -179,11 +178,13 @@ def assemble(
         return parts
 
 
-def build_learner(config: Config, checkpoint: Checkpoint | None = None, training: bool = True) -> Learner:
-    """The learner alone, at `checkpoint` when given, with its training state if `training`."""
+def build_learner(
+    config: Config, checkpoint: Checkpoint | None = None, training: bool = True, base: Path | None = None
+) -> Learner:
+    """The learner alone, at `checkpoint` when given, with its training state if `training`; `base` where it is known."""
     state = checkpoint.training_state if checkpoint and training else None
     return Learner(
-        config, resolve(config), resolve_model(config.model), checkpoint.folder if checkpoint else None, state
+        config, resolve(config), base or resolve_model(config.model), checkpoint.folder if checkpoint else None, state
     )
 
 

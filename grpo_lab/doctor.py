@@ -21,6 +21,7 @@ from grpo_lab.config import Config
 from grpo_lab.console import Console
 from grpo_lab.learner.collate import collate
 from grpo_lab.learner.weights import weight_digests
+from grpo_lab.metrics import logprob_gap
 from grpo_lab.rollout.checksums import comparable, differing
 from grpo_lab.types import RolloutGroup, TrainBatch
 
@@ -143,9 +144,8 @@ def _repeat(first: list[RolloutGroup], second: list[RolloutGroup]) -> Finding:
 
 
 def _agreement(name: str, batch: TrainBatch, parts: Parts) -> Finding:
-    mask = batch.tokens.completion_mask
-    gap = ((batch.old_logprobs - batch.tokens.rollout_logprobs) * mask).abs()
-    mean, largest, limit = float(gap.sum() / mask.sum()), float(gap.max()), parts.canary_limit
+    tokens, limit = batch.tokens, parts.canary_limit
+    mean, largest = logprob_gap(batch.old_logprobs, tokens.rollout_logprobs, tokens.completion_mask)
     text = (
         f"learner and sampler differ by {mean:.2g} nats per token on average (limit {limit:g}), {largest:.2g} at most"
     )
@@ -154,10 +154,8 @@ def _agreement(name: str, batch: TrainBatch, parts: Parts) -> Finding:
 
 def _moved(before: TrainBatch, now: TrainBatch, after: TrainBatch) -> Finding:
     """Whether the push changed the policy by more than the agreement after it could hide."""
-    mask = before.tokens.completion_mask
-    moved = float(((now.old_logprobs - before.old_logprobs) * mask).abs().sum() / mask.sum())
-    gap = float(((after.old_logprobs - after.tokens.rollout_logprobs) * after.tokens.completion_mask).abs().sum())
-    hidden = gap / float(after.tokens.completion_mask.sum())
+    moved, _ = logprob_gap(now.old_logprobs, before.old_logprobs, before.tokens.completion_mask)
+    hidden, _ = logprob_gap(after.old_logprobs, after.tokens.rollout_logprobs, after.tokens.completion_mask)
     return Finding("moved", moved > 3 * hidden, f"the push changed log-probs by {moved:.2g} nats per token on average")
 
 

@@ -62,16 +62,21 @@ def batch_metrics(batch: TrainBatch, objective: Objective, version: int) -> dict
     return metrics
 
 
+def logprob_gap(one: Tensor, other: Tensor, mask: Tensor) -> tuple[float, float]:
+    """Mean and largest |difference| of two [N, C] log-probs over the tokens of `mask`, nats."""
+    gap = ((one - other) * mask).abs()
+    return float(gap.sum() / mask.sum()), float(gap.max())
+
+
 def _log_prob_differences(batch: TrainBatch, staleness: Tensor) -> dict[str, float]:
     """Mean and largest |learner - sampler| per token: `mismatch` over samples of the learner's own weights, which is rounding,
     `off_policy` over older ones', which is what training did since; each only where there are such samples."""
-    differences = {}
+    differences: dict[str, float] = {}
     for name, rows in (("mismatch", staleness == 0), ("off_policy", staleness > 0)):
-        mask = batch.tokens.completion_mask * rows.unsqueeze(1)
         if rows.any():
-            gap = ((batch.old_logprobs - batch.tokens.rollout_logprobs) * mask).abs()
-            differences[f"rollout/{name}_mean"] = float(gap.sum() / mask.sum())
-            differences[f"rollout/{name}_max"] = float(gap.max())
+            mask = batch.tokens.completion_mask * rows.unsqueeze(1)
+            mean, largest = logprob_gap(batch.old_logprobs, batch.tokens.rollout_logprobs, mask)
+            differences |= {f"rollout/{name}_mean": mean, f"rollout/{name}_max": largest}
     return differences
 
 

@@ -40,7 +40,7 @@ def train(config: Config, console: Console, resume: RunDir | None = None) -> Run
     ranks = Ranks()
     if ranks.is_main:
         try:
-            return _lead(config, console, resume)
+            return _lead(config, console, resume, ranks)
         finally:
             ranks.end()
     if ranks.share(None) == READY:  # else rank 0 has ended before it had anything to follow
@@ -48,13 +48,13 @@ def train(config: Config, console: Console, resume: RunDir | None = None) -> Run
     return None
 
 
-def _lead(config: Config, console: Console, resume: RunDir | None) -> RunDir:
+def _lead(config: Config, console: Console, resume: RunDir | None, ranks: Ranks) -> RunDir:
     checkpoint = _resume_point(config, resume) if resume else None
     console.describe(config, check(config))
     if not resume:
         RunDir.refuse_existing(config)
     console.say(f"loading    {config.model.name} and the {config.rollout.engine_name} engine")
-    Ranks().share(READY)
+    ranks.share(READY)
     parts = assemble(config, checkpoint, say=console.say)
     try:
         run = resume or RunDir.create(config)
@@ -82,9 +82,7 @@ def _loop(parts: Parts, run: RunDir, progress: Progress, console: Console, track
     steps = config.total_rollouts // config.rollouts_per_step
     sampler = BatchesAhead(lambda step: collect_step(parts, step), config.rollout.max_staleness, steps)
     with stop_signals() as stop, sampler:
-        if (
-            progress.step == 0
-        ):  # the policy is the reference, and the engine has proven to hold it before the bank is drawn
+        if progress.step == 0:  # the policy is the reference: the bank is drawn from weights that have been proven
             parts.push_weights(0)
         bank = _bank(parts, run, console) if config.evaluation.enabled else None
         if progress.step > 0:
@@ -160,9 +158,7 @@ def _is_milestone(config: Config, progress: Progress) -> bool:
 def _check_health(metrics: dict[str, float], config: Config, progress: Progress) -> None:
     """Stop a run whose sampler and learner are not the same policy any more, before it trains on the difference."""
     limit = config.rollout.mismatch_limit
-    mismatch = metrics.get(
-        "rollout/mismatch_mean", 0.0
-    )  # absent where sampling ran ahead: no sample is of these weights
+    mismatch = metrics.get("rollout/mismatch_mean", 0.0)  # absent where no sample is of these very weights
     if config.rollout.top_p == 1 and not mismatch <= limit:
         raise RunError(
             f"step {progress.step + 1}: sampler and learner differ by {mismatch:.3g} nats per token on average (limit "

@@ -7,7 +7,7 @@ N = sequences, G = group size, C = longest completion, T = longest prompt + comp
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ class Completion:
 class Canary:
     """What the learner thinks of a fixed text at weight version `version`: log-probs of token_ids[1:], nats.
 
-    A sampler that holds the same weights agrees to within `limit` per token on average. `digests` are sha256 sums of the
-    learner's tensors by name, where they have been computed. `score(prompt, completion)` gives the learner's log-probs of any
+    A sampler that holds the same weights agrees to within `limit` per token on average. `digests()` are the sha256 sums of
+    the learner's tensors by name. `score(prompt, completion)` gives the learner's log-probs of any
     other completion.
     """
 
@@ -100,7 +100,7 @@ class Canary:
     logprobs: tuple[float, ...]
     limit: float
     score: Callable[[tuple[int, ...], tuple[int, ...]], tuple[float, ...]]
-    digests: Mapping[str, str] = field(default_factory=dict)
+    digests: Callable[[], Mapping[str, str]]
 
 
 @dataclass(frozen=True)

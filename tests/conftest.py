@@ -1,11 +1,13 @@
 """Shared fixtures: the real demo model, tiny random models, and the command line as a user runs it."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,6 +83,12 @@ evaluation: {{problems: 4, samples: 4}}
 """
     )
     return path
+
+
+def comparable_metrics(run: Path) -> list[dict[str, Any]]:
+    """Every metric of a run's steps but the clock's."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
 
 
 @pytest.fixture

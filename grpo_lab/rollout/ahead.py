@@ -60,11 +60,10 @@ class BatchesAhead(Generic[T]):
     def take(self, step: int) -> tuple[T, SamplingTimes]:
         """The batch of `step` (`allow` has been called up to it); what went wrong in its sampling is raised here."""
         asked = time.perf_counter()
-        future = self._futures.get(step)
+        future = self._futures.pop(step, None)
         batch, begun, finished = future.result() if future else self._timed(step)
         idle = max(0.0, begun - self._last_finish)
         self._last_finish = max(self._last_finish, finished)
-        self._futures.pop(step - 1, None)
         return batch, SamplingTimes(finished - begun, time.perf_counter() - asked, idle, future is not None)
 
     def _timed(self, step: int) -> tuple[T, float, float]:

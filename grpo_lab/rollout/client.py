@@ -43,15 +43,15 @@ class WorkerClient:
     """
 
     def __init__(self, url: str, socket: Path | None = None) -> None:
-        self.url = url.rstrip("/")
-        self._completions = self._connect(socket, _CONNECTIONS)
-        self._control = self._connect(socket, None)
+        self._completions = self._connect(url, socket, _CONNECTIONS)
+        self._control = self._connect(url, socket, None)
 
-    def _connect(self, socket: Path | None, connections: int | None) -> httpx.AsyncClient:
+    @staticmethod
+    def _connect(url: str, socket: Path | None, connections: int | None) -> httpx.AsyncClient:
         key = os.environ.get("VLLM_API_KEY")
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=0)
         return httpx.AsyncClient(
-            base_url=self.url,
+            base_url=url,
             timeout=httpx.Timeout(None, connect=_CONNECT_S),
             transport=httpx.AsyncHTTPTransport(uds=str(socket) if socket else None, limits=limits),
             headers={"Authorization": f"Bearer {key}"} if key else None,

@@ -136,15 +136,6 @@ class Crew:
                 await self.examine(worker)
                 last = time.monotonic()
 
-    async def lose_all(self, failed: Mapping[Worker, WorkerError], what: str = "") -> None:
-        """Lose several workers; none of them gets the requests of another."""
-        lost = [worker for worker in failed if worker.up]
-        for worker in lost:
-            worker.up = False
-        for worker in lost:
-            worker.up = True
-            await self.lose(worker, f"{what}{failed[worker]}")
-
     async def examine(self, worker: Worker) -> None:
         try:
             await worker.check()
@@ -153,14 +144,19 @@ class Crew:
 
     async def lose(self, worker: Worker, reason: str) -> None:
         """Take the worker's requests back; restart it if it is ours."""
-        if not worker.up:
-            return
-        worker.up = False
-        worker.drop_requests()
-        if worker.server:
-            self._in_background(self._restart(worker, reason))
-        else:
-            await self._drop(worker, reason)
+        await self.lose_all({worker: reason})
+
+    async def lose_all(self, failed: Mapping[Worker, object], what: str = "") -> None:
+        """Lose several workers, each with its reason; none of them gets the requests of another."""
+        lost = {worker: f"{what}{reason}" for worker, reason in failed.items() if worker.up}
+        for worker in lost:
+            worker.up = False
+            worker.drop_requests()
+        for worker, reason in lost.items():
+            if worker.server:
+                self._in_background(self._restart(worker, reason))
+            else:
+                await self._drop(worker, reason)
 
     async def _restart(self, worker: Worker, reason: str) -> None:
         assert worker.server is not None

@@ -150,7 +150,8 @@ class Pool:
 
         async def push_and_prove(worker: Worker) -> None:
             async with self._crew.busy:
-                gaps[worker] = await self._catch_up(worker) or await worker.prove(canary)
+                await self._give(worker)
+                gaps[worker] = await worker.prove(canary)
 
         failed = await all_of(self._crew.up, prove)
         for worker, error in failed.items():
@@ -160,7 +161,8 @@ class Pool:
         await self._crew.least_loaded()
         if not self._summed:
             self._summed = True
-            for line in differing(await self.checksums(), canary.digests):
+            sums, digests = await self.checksums(), await asyncio.to_thread(canary.digests)
+            for line in differing(sums, digests):
                 raise RunError(f"rollout {line}: workers need the run's model, dtype and one version of vLLM")
         agreeing = [gap for worker, gap in gaps.items() if worker not in failed]
         return {
@@ -182,11 +184,15 @@ class Pool:
             self._say(f"warning    rollout {worker.name} gives no checksums of its weights: {error}")
         return dict(sorted(sums.items()))
 
-    async def _catch_up(self, worker: Worker) -> tuple[float, float] | None:
-        """Bring a worker, however it was, to the newest weights and have it prove them; its gaps, if there is a canary."""
+    async def _catch_up(self, worker: Worker) -> None:
+        """Bring a worker, however it was, to the newest weights and have it prove them, if there is a canary."""
+        await self._give(worker)
+        if self._canary:
+            await worker.prove(self._canary)
+
+    async def _give(self, worker: Worker) -> None:
         if self._push is None:
             await worker.api.resume()  # whoever used it before may have left it paused
             await worker.api.set_version(self._label(0))
         else:
             await worker.load_weights(self._push, self._settings.in_flight)
-        return await worker.prove(self._canary) if self._canary else None

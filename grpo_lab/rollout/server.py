@@ -96,7 +96,6 @@ def server_environment(lora: bool, share: Mapping[str, str]) -> dict[str, str]:
     """This process's environment with what the server needs; `share` is its part of the machine."""
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **share}
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # what an engine in process needs, a server does not
-    environment.setdefault("VLLM_CONFIGURE_LOGGING", "1")
     environment["VLLM_LOGGING_LEVEL"] = "INFO"
     if lora:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

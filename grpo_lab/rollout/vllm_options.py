@@ -64,7 +64,7 @@ def command_line(options: dict[str, Any]) -> list[str]:
     for name, value in options.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            words += [f"--{flag}"] if value else [] if name == "trust_remote_code" else [f"--no-{flag}"]
+            words += [f"--{flag}" if value else f"--no-{flag}"]
         else:
             words += [f"--{flag}", str(value)]
     return words

@@ -1,7 +1,6 @@
 """Four steps straight equal two steps, kill -9, resume, two steps: metrics and parameters, with vLLM in process."""
 
 import hashlib
-import json
 import os
 import signal
 import subprocess
@@ -9,18 +8,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from conftest import comparable_metrics
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 REPOSITORY = Path(__file__).parents[2]
-
-
-def comparable(run: Path) -> list[dict[str, Any]]:
-    """Every metric but the clock's."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
 
 
 def hashes(checkpoint: Path) -> dict[str, str]:
@@ -66,8 +59,8 @@ def test_killed_and_resumed_equals_straight(grpo_lab: Run, tiny_config: Path, tm
     assert not (runs / "killed/checkpoints/rollouts_00000032").exists()
     resumed = grpo_lab("train", "--resume", str(runs / "killed"))
     assert resumed.returncode == 0, resumed.stderr
-    assert comparable(runs / "killed") == comparable(runs / "straight")
-    assert [row["policy/grad_norm"] > 0 for row in comparable(runs / "straight")] == [True] * 4
+    assert comparable_metrics(runs / "killed") == comparable_metrics(runs / "straight")
+    assert [row["policy/grad_norm"] > 0 for row in comparable_metrics(runs / "straight")] == [True] * 4
     for rollouts in (24, 32):
         name = f"checkpoints/rollouts_{rollouts:08d}"
         assert hashes(runs / "killed" / name) == hashes(runs / "straight" / name)
@@ -124,5 +117,5 @@ def test_sigterm_finishes_the_step_and_saves(grpo_lab: Run, tiny_config: Path, t
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0 and "SIGTERM" in err and "--resume" in out
-    rows = comparable(tmp_path / "runs/run")
+    rows = comparable_metrics(tmp_path / "runs/run")
     assert (tmp_path / f"runs/run/checkpoints/rollouts_{rows[-1]['rollouts/total']:08d}/manifest.json").is_file()

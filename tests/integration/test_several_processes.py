@@ -9,14 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import comparable_metrics
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 REPOSITORY = Path(__file__).parents[2]
-
-
-def metrics(run: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
 
 
 def test_two_processes_train_as_one(grpo_lab: Run, tiny_config: Path, tmp_path: Path) -> None:
@@ -32,7 +28,7 @@ def test_two_processes_train_as_one(grpo_lab: Run, tiny_config: Path, tmp_path: 
     run = tmp_path / "runs/both"
     resumed = grpo_lab("train", "--resume", run, "--set", "total_rollouts=32")
     assert resumed.returncode == 0, resumed.stderr
-    for got, expected in zip(metrics(run), metrics(tmp_path / "runs/alone"), strict=True):
+    for got, expected in zip(comparable_metrics(run), comparable_metrics(tmp_path / "runs/alone"), strict=True):
         assert got == pytest.approx(expected, rel=1e-4, abs=1e-5)
     name = "checkpoints/rollouts_00000032/model.safetensors"
     expected = load_file(tmp_path / "runs/alone" / name)
@@ -73,6 +69,6 @@ def test_a_stop_signal_saves_and_ends_every_process(tiny_config: Path, tmp_path:
     process.send_signal(number)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and "--resume" in output
-    steps = metrics(tmp_path / "runs/run")[-1]["rollouts/total"]
+    steps = comparable_metrics(tmp_path / "runs/run")[-1]["rollouts/total"]
     assert (tmp_path / f"runs/run/checkpoints/rollouts_{steps:08d}/manifest.json").is_file()
     assert subprocess.run(["pgrep", "-s", str(process.pid)], capture_output=True).returncode == 1, "none is left"

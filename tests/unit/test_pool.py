@@ -57,7 +57,7 @@ def assert_answers(completions: list[Completion], asked: Sequence[GenerationRequ
 
 def canary(version: int, value: float, **digests: str) -> Canary:
     score = lambda prompt, completion: (value,) * len(completion)  # noqa: E731
-    return Canary(version, (5, 6, 7), (value, value), 0.1, score, digests)
+    return Canary(version, (5, 6, 7), (value, value), 0.1, score, lambda: digests)
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +65,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Watch often; and no certificates, which would be read twice for every client though none is used here."""
     monkeypatch.setattr(crew, "_BEAT_S", 0.1)
     monkeypatch.setattr("httpx._transports.default.create_ssl_context", lambda **_: ssl.SSLContext())
+
+
+async def give(
+    pool: Pool, weights: Callable[[float], Path], value: float, version: int, is_adapter: bool
+) -> dict[str, float]:
+    """Push the weights of a value and have them proven."""
+    await pool.push(weights(value), version, is_adapter)
+    return await pool.verify(canary(version, value))
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -675,8 +683,7 @@ def test_a_push_that_was_missed_within_the_limit_is_found_and_pushed_again(
 
     async def scenario() -> None:
         async with pool_of(deaf, good) as (pool, lines):
-            await pool.push(weights(-1.0), 1, False)
-            await pool.verify(canary(1, -1.0))
+            await give(pool, weights, -1.0, 1, is_adapter=False)
             deaf.faults.add("ignore next reload")
             await pool.push(weights(-1.01), 2, False)
             metrics = await pool.verify(canary(2, -1.01))
@@ -695,8 +702,7 @@ def test_a_worker_whose_log_probs_never_move_is_dropped(
 
     async def scenario() -> None:
         async with pool_of(server) as (pool, _):
-            await pool.push(weights(-1.0), 1, False)
-            await pool.verify(canary(1, -1.0))
+            await give(pool, weights, -1.0, 1, is_adapter=False)
             server.faults.add("ignore reloads")
             await pool.push(weights(-1.01), 2, False)
             with pytest.raises(RunError, match="gives the very log-probs it gave before the push"):
@@ -726,8 +732,7 @@ def test_the_canary_goes_before_completions(stand_in: Callable[..., StandIn], we
 
     async def scenario() -> None:
         async with pool_of(server) as (pool, _):
-            await pool.push(weights(-1.0), 1, False)
-            await pool.verify(canary(1, -1.0))
+            await give(pool, weights, -1.0, 1, is_adapter=False)
             await pool.generate(requests(1, 1), SAMPLING)
         assert [given.get("priority", 0) for given in server.asked(GENERATE)] == [-1, 0]
 
@@ -863,8 +868,7 @@ def test_requests_that_another_runs_push_reached_are_asked_again_with_this_runs_
 
     async def scenario() -> None:
         async with pool_of(server, other) as (pool, lines):
-            await pool.push(weights(-1.0), 1, False)
-            await pool.verify(canary(1, -1.0))
+            await give(pool, weights, -1.0, 1, is_adapter=False)
             asked = asyncio.create_task(pool.generate(requests(4, 4), SAMPLING))
             await until(lambda: server.running == 8 and other.running == 8)
             await other_run_pushes(server, weights(-9.0))  # between the first and the last token of eight
@@ -893,8 +897,7 @@ def test_a_server_that_has_others_weights_gets_this_runs_again_once(
     async def scenario() -> None:
         async with pool_of(server, in_flight=in_flight) as (pool, lines):
             await pool.push(weights(-1.0), 1, False)
-            await pool.push(weights(-2.0), 2, False)
-            await pool.verify(canary(2, -2.0))
+            await give(pool, weights, -2.0, 2, is_adapter=False)
             if who == "another run":
                 await other_run_pushes(server, weights(-9.0))
             else:
@@ -939,8 +942,7 @@ def test_a_worker_that_does_not_take_this_runs_weights_again_is_lost(
 
     async def scenario() -> None:
         async with pool_of(lost, good) as (pool, lines):
-            await pool.push(weights(-1.0), 1, False)
-            await pool.verify(canary(1, -1.0))
+            await give(pool, weights, -1.0, 1, is_adapter=False)
             await other_run_pushes(lost, weights(-9.0))
             lost.faults.add(fault)
             assert_answers(await pool.generate(requests(), SAMPLING), requests(), 1)
@@ -958,8 +960,7 @@ def test_a_started_server_that_does_not_take_this_runs_weights_again_is_restarte
 
     async def scenario() -> None:
         async with pool_of(started) as (pool, lines):
-            await pool.push(weights(-1.0), 1, False)
-            await pool.verify(canary(1, -1.0))
+            await give(pool, weights, -1.0, 1, is_adapter=False)
             stranger = WorkerClient("http://worker", started.server.socket)
             await stranger.set_version("other-1")
             await stranger.close()
@@ -980,8 +981,7 @@ def test_an_adapter_that_its_supervisor_made_a_server_forget_is_loaded_again(
 
     async def scenario() -> None:
         async with pool_of(server) as (pool, _):
-            await pool.push(weights(-1.0), 1, True)
-            await pool.verify(canary(1, -1.0))
+            await give(pool, weights, -1.0, 1, is_adapter=True)
             server.restart()
             assert_answers(await pool.generate(requests(), SAMPLING), requests(), 1)
             assert by_version(server) == {1: -1.0}
