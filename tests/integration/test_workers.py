@@ -153,9 +153,10 @@ def test_pushes_while_generating(servers: list[Server], tiny_model: Path, tmp_pa
         engine.generate([GenerationRequest((n,), 1) for n in (5, 6)], Sampling(1))  # asked last: the others run by now
         engine.load_weights(tmp_path / "8", 8)
         thread.join(60)
-        whole = [c for c in answers if c.truncated]  # one that met a stop token may have ended before the push
+        whole = [c for c in answers if c.truncated]
         spans = {(completion.weight_version, completion.weight_version_end) for completion in whole}
-        assert spans == {"wait": {(7, None)}, "keep": {(7, 8)}, "abort": {(8, None)}}[in_flight]
+        met = {"wait": (7, None), "keep": (7, 8), "abort": (8, None)}[in_flight]
+        assert met in spans and spans <= {met, (7, None)}  # on a fast machine some have ended before the push
         assert len(answers) == 16 and len(whole) > 8 and all(c.truncated == (len(c.token_ids) == LONG) for c in answers)
     finally:
         engine.close()
