@@ -18,7 +18,7 @@ from grpo_lab.evaluation.bank import ReferenceBank, run_bank
 from grpo_lab.evaluation.report import draw_run, evaluate_run, evaluation_table, is_evaluated, sample
 from grpo_lab.learner.checkpoint import Checkpoint, Progress, newest_checkpoint, save_checkpoint
 from grpo_lab.learner.collate import collate
-from grpo_lab.learner.learner import NonFiniteError
+from grpo_lab.learner.gradient import NonFiniteError
 from grpo_lab.learner.ranks import READY, Ranks, follow
 from grpo_lab.metrics import batch_metrics, rollout_metrics, time_metrics
 from grpo_lab.objective.advantages import batch_advantages
@@ -122,7 +122,7 @@ def _step(
     console.phase(f"step {progress.step + 1}: log-probs under the learner and the reference")
     # 4, 5. tensors; log-probs under the learner and the reference
     with _timed(times, "annotate"):
-        batch = parts.learner.annotate(collate(groups))
+        batch = parts.learner.prepare(collate(groups))
     # 6. advantages, with the KL in the reward where the objective puts it
     advantage = batch_advantages(batch, parts.objective)
     metrics = {**rollout_metrics(groups), **sampling, **batch_metrics(batch, parts.objective, progress.step)}

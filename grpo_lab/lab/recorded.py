@@ -28,7 +28,7 @@ class RecordedStep:
 
     def inputs(self, objective: Objective) -> LossInputs:
         """What `objective` makes of this batch: its advantages, weights and corrections, whatever the run itself used."""
-        tokens = float(trained_mask(self.batch, objective).sum())
+        tokens = float(trained_mask(self.batch.tokens, objective).sum())
         totals = BatchTotals(self.batch.tokens.num_sequences, tokens)
         return loss_inputs(self.batch, batch_advantages(self.batch, objective), objective, totals)
 

@@ -60,24 +60,5 @@ def select(tokens: TokenBatch, rows: Tensor) -> TokenBatch:
     )
 
 
-def plan_microbatches(tokens: TokenBatch, rows: Tensor, budget: int, within_group: bool) -> list[Tensor]:
-    """Split `rows` into micro-batches whose padded size fits `budget` tokens (a single row may exceed it).
-
-    Rows are sorted by length so that padding is small; `within_group` keeps the siblings of one prompt together.
-    """
-    lengths = (tokens.prompt_lengths + tokens.completion_mask.sum(dim=1)).long()
-    sort_keys = [(int(tokens.group_ids[row]) if within_group else 0, -int(lengths[row]), int(row)) for row in rows]
-    batches: list[list[int]] = []
-    for group, negative_length, row in sorted(sort_keys):
-        longest = int(lengths[batches[-1][0]]) if batches else 0
-        same_group = bool(batches) and (not within_group or int(tokens.group_ids[batches[-1][0]]) == group)
-        if same_group and longest * (len(batches[-1]) + 1) <= budget:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-        assert -negative_length <= int(lengths[batches[-1][0]])
-    return [torch.tensor(batch) for batch in batches]
-
-
 def _pad(rows: Sequence[Sequence[float]], dtype: torch.dtype = torch.long) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)

@@ -10,7 +10,7 @@ from grpo_lab.objective.axes import Objective
 from grpo_lab.objective.gates import GateProtocol
 from grpo_lab.objective.kl import kl_penalty
 from grpo_lab.objective.ratio import correction_weights, geometric_mean, log_ratio
-from grpo_lab.types import TrainBatch
+from grpo_lab.types import TokenBatch, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def loss_inputs(batch: TrainBatch, advantages: Tensor, objective: Objective, tot
     With `mask_truncated` a token mean is over what is left, while means over sequences count a masked one as 0.
     """
     tokens = batch.tokens
-    trained = trained_mask(batch, objective)
+    trained = trained_mask(tokens, objective)
     return LossInputs(
         behaviour_logprobs=tokens.rollout_logprobs if objective.old == "rollout" else batch.old_logprobs,
         ref_logprobs=batch.ref_logprobs,
@@ -64,10 +64,10 @@ def loss_inputs(batch: TrainBatch, advantages: Tensor, objective: Objective, tot
     )
 
 
-def trained_mask(batch: TrainBatch, objective: Objective) -> Tensor:
+def trained_mask(tokens: TokenBatch, objective: Objective) -> Tensor:
     """1 on the tokens that give a gradient, [N, C]: all, or those of completions that stopped in time."""
-    mask = batch.tokens.completion_mask
-    return mask * ~batch.tokens.truncated.unsqueeze(1) if objective.mask_truncated else mask
+    mask = tokens.completion_mask
+    return mask * ~tokens.truncated.unsqueeze(1) if objective.mask_truncated else mask
 
 
 def policy_loss(logprobs: Tensor, inputs: LossInputs, objective: Objective, gate: GateProtocol) -> Tensor:

@@ -221,7 +221,7 @@ def step_times(learner: Learner, objective: Objective, tokens: TokenBatch) -> di
     def update() -> None:
         done["report"] = learner.update(done["batch"], batch_advantages(done["batch"], objective), 0)
 
-    annotate = seconds(lambda: done.update(batch=learner.annotate(tokens)))
+    annotate = seconds(lambda: done.update(batch=learner.prepare(tokens)))
     spent = seconds(update)
     return {"annotate": annotate, "update": spent, "grad_norm": done["report"].metrics["policy/grad_norm"]}
 

@@ -24,7 +24,8 @@ from typing import Any
 import _common as common
 import torch
 
-from grpo_lab.learner.collate import collate, plan_microbatches, select
+from grpo_lab.learner.collate import collate, select
+from grpo_lab.learner.packing import plan_microbatches
 from grpo_lab.types import TokenBatch
 
 CONTENDERS = ("bare", "bare-lean", "padded", "shared")
@@ -52,7 +53,7 @@ class BareLoop:
         return {"annotate": annotate, "update": update, "grad_norm": done["norm"]}
 
     def _parts(self, tokens: TokenBatch) -> list[tuple[torch.Tensor, TokenBatch]]:
-        plan = plan_microbatches(tokens, torch.arange(tokens.num_sequences), self._budget, within_group=False)
+        plan = plan_microbatches(tokens, torch.arange(tokens.num_sequences), self._budget, share_prompt=False)
         return [(rows, select(tokens, rows)) for rows in plan]
 
     @torch.no_grad()

@@ -8,9 +8,11 @@ import torch
 from learner_cases import make_groups, make_learner
 from transformers import AutoModelForCausalLM
 
-from grpo_lab.learner.collate import collate, plan_microbatches, select
-from grpo_lab.learner.learner import NonFiniteError
+from grpo_lab.learner.collate import collate, select
+from grpo_lab.learner.gradient import NonFiniteError
 from grpo_lab.learner.logprobs import completion_logprobs
+from grpo_lab.learner.packing import plan_microbatches
+from grpo_lab.objective.advantages import batch_advantages
 from grpo_lab.types import Completion, RolloutGroup, TrainBatch
 
 
@@ -44,7 +46,7 @@ def gradients(
     batch = replace(batch, old_logprobs=batch.old_logprobs - 0.1 * batch.tokens.completion_mask)
     everything = torch.arange(batch.tokens.num_sequences)
     advantages = torch.linspace(-1, 1, len(everything))[everything if rows is None else rows]
-    built.gradient(batch, advantages, everything, batch.old_logprobs.clone(), 0)
+    built.gradient.of(batch, advantages, everything, batch.old_logprobs.clone(), 0)
     return {name: parameter.grad.clone() for name, parameter in built.policy.trainable().items()}  # type: ignore[union-attr]
 
 
@@ -85,6 +87,47 @@ def test_no_objective_depends_on_splits_or_order(tiny_model: Path, method: str, 
         gradients(tiny_model, [groups[i] for i in order], rows, method=method, objective=objective, share_prompt=False),
     ):
         assert max(float((wanted[name] - got[name]).norm() / size) for name in wanted) < 1e-5
+
+
+@pytest.mark.parametrize("method, objective, learner", [
+    ("dapo", {}, {}),
+    ("dapo", {}, {"share_prompt": False}),
+    ("dapo", {}, {"microbatch_tokens": 30}),  # groups that do not fit run twice
+    ("sao", {}, {"microbatch_tokens": 40}),
+    ("gspo", {"kl": "loss_k3", "correction": "tis"}, {"microbatch_tokens": 20}),
+    ("grpo", {"advantage": "zscore", "aggregate": "token_mean", "mask_truncated": True}, {"lora_rank": 4}),
+    ("grpo", {"advantage": "batch_zscore"}, {}),  # looks at the whole batch: two forwards
+])  # fmt: skip
+def test_one_forward_gives_logprobs_and_gradient(
+    tiny_model: Path, method: str, objective: dict[str, object], learner: dict[str, object]
+) -> None:
+    """Of one update a batch, `prepare` leaves the gradient that `update` would compute, and the same log-probs."""
+    tokens = collate(make_groups())
+    twice, once = (make_learner(tiny_model, method, dict(objective), **learner) for _ in range(2))
+    wanted, got = twice.annotate(tokens), once.prepare(tokens)
+    assert torch.allclose(wanted.old_logprobs, got.old_logprobs, atol=1e-5)
+    assert torch.allclose(wanted.ref_logprobs, got.ref_logprobs, atol=1e-5)
+    advantages = batch_advantages(wanted, twice.gradient.objective)
+    waiting = {name: None if p.grad is None else p.grad.clone() for name, p in once.policy.trainable().items()}
+    reports = [built.update(batch, advantages, 0) for built, batch in ((twice, wanted), (once, got))]
+    for name, value in reports[0].metrics.items():
+        assert reports[1].metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    again = make_learner(tiny_model, method, dict(objective), **learner)
+    again.gradient.of(wanted, advantages, torch.arange(12), wanted.old_logprobs.clone())
+    expected = {name: p.grad for name, p in again.policy.trainable().items()}
+    size = torch.cat([g.flatten() for g in expected.values() if g is not None]).norm()
+    assert size > 0 and (objective.get("advantage") == "batch_zscore") == all(g is None for g in waiting.values())
+    for name, gradient in waiting.items():
+        if gradient is not None:
+            assert (gradient - expected[name]).norm() / size < 1e-5, name
+
+
+def test_a_waiting_gradient_of_other_advantages_is_not_used(tiny_model: Path) -> None:
+    tokens = collate(make_groups())
+    once, twice = make_learner(tiny_model), make_learner(tiny_model)
+    advantages = torch.linspace(-1, 1, 12)
+    reports = [once.update(once.prepare(tokens), advantages, 0), twice.update(twice.annotate(tokens), advantages, 0)]
+    assert reports[0].metrics == pytest.approx(reports[1].metrics, rel=1e-5)
 
 
 def test_gradient_equals_plain_torch(tiny_model: Path) -> None:

@@ -167,7 +167,7 @@ def check(case: Case, o: Objective) -> None:
     gate = build_gate(o.gate, o.gate_options, o.level)
     batch, new = as_batch(case)
     new.requires_grad_()
-    totals = BatchTotals(len(LENGTHS), float(trained_mask(batch, o).sum()))
+    totals = BatchTotals(len(LENGTHS), float(trained_mask(batch.tokens, o).sum()))
     inputs = loss_inputs(batch, batch_advantages(batch, o), o, totals)
     loss = policy_loss(new, inputs, o, gate)
     (gradient,) = torch.autograd.grad(loss, new)

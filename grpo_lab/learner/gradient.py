@@ -1,0 +1,142 @@
+"""Batch -> gradient in the masters, summed over micro-batches and ranks. No weight moves here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_lab.errors import RunError
+from grpo_lab.learner.collate import select
+from grpo_lab.learner.forward import Forward
+from grpo_lab.learner.optimizer import PolicyOptimizer
+from grpo_lab.learner.precision import MasterWeights
+from grpo_lab.objective.advantages import batch_advantages
+from grpo_lab.objective.aggregate import BatchTotals
+from grpo_lab.objective.axes import Objective
+from grpo_lab.objective.gates import build_gate
+from grpo_lab.objective.loss import LossInputs, loss_inputs, policy_loss, trained_mask
+from grpo_lab.types import TokenBatch, TrainBatch
+
+
+class NonFiniteError(RunError):
+    """A loss or gradient is not finite; raised before the optimizer moves anything."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A whole batch's gradient is in the masters: the advantages [N] it was taken with, and the loss."""
+
+    advantages: Tensor
+    loss: float
+
+    def fits(self, advantages: Tensor) -> bool:
+        return torch.allclose(self.advantages, advantages, rtol=1e-4, atol=1e-6)
+
+
+class Gradient:
+    """The gradient of one objective's loss with respect to the policy."""
+
+    def __init__(
+        self, forward: Forward, masters: MasterWeights, optimizer: PolicyOptimizer, objective: Objective
+    ) -> None:
+        self.objective = objective
+        self.gate = build_gate(objective.gate, objective.gate_options, objective.level)
+        self._forward, self._masters, self._optimizer = forward, masters, optimizer
+        self._ranks = forward.ranks
+
+    def of(self, batch: TrainBatch, advantages: Tensor, rows: Tensor, trained: Tensor, step: int = 0) -> float:
+        """Leave the gradient of the mini-batch `rows` in the masters; returns the loss, fills `trained`.
+
+        `trained` [N, C] receives the log-probs the rows were trained at. fp16: overflow halves the loss scale and starts over.
+        Raises NonFiniteError.
+        """
+        while True:
+            loss = self._accumulate(batch, advantages, rows, trained)
+            if self._is_finite(loss):
+                return loss
+            self._optimizer.discard_gradients()
+            if self._optimizer.loss_scale <= 1 or loss != loss:
+                raise NonFiniteError(
+                    f"step {step}: the {'loss' if loss != loss else 'gradient'} is not finite; no weight was changed; lower "
+                    "learner.learning_rate or use --set model.dtype=float32"
+                )
+            self._optimizer.loss_scale /= 2
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a group's gradient needs nothing of other groups."""
+        return self.objective.advantage != "batch_zscore" and self.objective.correction != "m2po"
+
+    def totals(self, tokens: TokenBatch, rows: Tensor | None = None) -> BatchTotals:
+        """What the loss of the mini-batch `rows` (default: all) is normalised over."""
+        mask = trained_mask(tokens, self.objective)
+        mask = mask if rows is None else mask[rows]
+        return BatchTotals(len(mask), int(mask.sum()))
+
+    def with_old_logprobs(self, tokens: TokenBatch, ref_logprobs: Tensor) -> tuple[Tensor, Prepared | None]:
+        """The log-probs before the first update, [N, C], and the gradient of this update, from the same forward.
+
+        Where the KL enters the advantages, a group's micro-batches wait for each other; a group over the token budget runs
+        twice. None instead of Prepared: it is not finite.
+        """
+        self._optimizer.discard_gradients()
+        old, loss = torch.zeros_like(ref_logprobs), 0.0
+        in_reward = self.objective.kl == "reward"
+        advantages = batch_advantages(TrainBatch(tokens, old, ref_logprobs), self.objective)
+        totals = self.totals(tokens)
+        done = torch.zeros_like(advantages)
+        for unit in self._forward.plan_groups(tokens) if in_reward else [[m] for m in self._forward.plan(tokens)]:
+            rows, parts = torch.cat(unit), [select(tokens, micro) for micro in unit]
+            together = self._forward.fit_together(tokens, unit)
+            with torch.set_grad_enabled(together):
+                current = [self._forward.logprobs(part) for part in parts]
+            for micro, logprobs in zip(unit, current, strict=True):
+                old[micro, : logprobs.shape[1]] = logprobs.detach().cpu()
+            group = select(tokens, rows)
+            columns = group.completion_mask.shape[1]
+            batch = TrainBatch(group, old[rows, :columns], ref_logprobs[rows, :columns])
+            done[rows] = batch_advantages(batch, self.objective) if in_reward else advantages[rows]
+            inputs = loss_inputs(batch, done[rows], self.objective, totals)
+            places = torch.arange(len(rows)).split([len(micro) for micro in unit])
+            if together:
+                losses = [self._loss(inputs, *pair) for pair in zip(places, current, strict=True)]
+                loss += self._backward(torch.stack(losses).sum())
+            else:
+                for place, part in zip(places, parts, strict=True):
+                    loss += self._backward(self._loss(inputs, place, self._forward.logprobs(part)))
+        self._sum_gradients()
+        prepared = Prepared(self._ranks.sum(done), float(self._ranks.sum(torch.tensor(loss, dtype=torch.float64))))
+        if not self._is_finite(prepared.loss):
+            self._optimizer.discard_gradients()
+        return self._ranks.sum(old), prepared if self._is_finite(prepared.loss) else None
+
+    def _accumulate(self, batch: TrainBatch, advantages: Tensor, rows: Tensor, trained: Tensor) -> float:
+        inputs = loss_inputs(batch, advantages, self.objective, self.totals(batch.tokens, rows))
+        loss, current = 0.0, torch.zeros_like(trained)
+        for micro in self._forward.plan(batch.tokens, rows):
+            logprobs = self._forward.logprobs(select(batch.tokens, micro))
+            loss += self._backward(self._loss(inputs, micro, logprobs))
+            current[micro, : logprobs.shape[1]] = logprobs.detach().float().cpu()
+        self._sum_gradients()
+        trained[rows] = self._ranks.sum(current[rows])
+        return float(self._ranks.sum(torch.tensor(loss, dtype=torch.float64)))
+
+    def _loss(self, inputs: LossInputs, rows: Tensor, logprobs: Tensor) -> Tensor:
+        return policy_loss(logprobs, inputs.rows(rows, logprobs.shape[1], logprobs.device), self.objective, self.gate)
+
+    def _backward(self, loss: Tensor) -> float:
+        (loss * self._optimizer.loss_scale).backward()
+        self._masters.gather_gradients(self._optimizer.loss_scale)
+        return float(loss.detach())
+
+    def _sum_gradients(self) -> None:
+        if self._ranks.count > 1:
+            for master in self._masters.masters.values():
+                master.grad = self._ranks.sum(torch.zeros_like(master) if master.grad is None else master.grad)
+
+    def _is_finite(self, loss: float) -> bool:
+        gradients = [m.grad for m in self._masters.masters.values() if m.grad is not None]
+        return math.isfinite(loss) and all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
