@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from grpo_lab.types import TokenBatch
 
-CHUNK_TOKENS = 1024
+CHUNK_LOGITS = 2**26  # of one chunk, tokens x vocabulary: peak memory is the same for every vocabulary
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,10 @@ def completion_logprobs(model: nn.Module, tokens: TokenBatch, share_prompt: bool
     hidden = completion_hidden(model, tokens, share_prompt)[mask]
     targets = tokens.completion_ids.to(device)[mask]
     head = model.get_output_embeddings()  # type: ignore[operator]
+    size = _chunk_tokens(head)
     pieces = [
         checkpoint(_chunk_logprobs, head, h, t, temperature, use_reentrant=False)
-        for h, t in zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True)
+        for h, t in zip(hidden.split(size), targets.split(size), strict=True)
     ]
     return torch.zeros(mask.shape, device=device).masked_scatter(mask, torch.cat(pieces))
 
@@ -54,9 +55,8 @@ def token_statistics(
     mask = tokens.completion_mask.to(policy_hidden.device).bool()
     targets = tokens.completion_ids.to(policy_hidden.device)[mask]
     columns: list[list[Tensor]] = [[], [], [], []]
-    chunks = zip(
-        *(x.split(CHUNK_TOKENS) for x in (policy_hidden[mask], ref_hidden[mask], targets)), strict=True
-    )  # fmt: skip
+    size = _chunk_tokens(heads[0])
+    chunks = zip(*(x.split(size) for x in (policy_hidden[mask], ref_hidden[mask], targets)), strict=True)
     for hidden, reference, target in chunks:
         log_pi = torch.log_softmax(heads[0](hidden).float(), dim=-1)
         log_ref = torch.log_softmax(heads[1](reference).float(), dim=-1)
@@ -100,6 +100,11 @@ def _hidden_shared_prompt(model: nn.Module, tokens: TokenBatch, device: torch.de
         use_cache=True,
     )
     return torch.cat([first, rest.last_hidden_state], dim=1)
+
+
+def _chunk_tokens(head: nn.Module) -> int:
+    weight: Tensor = head.weight  # type: ignore[assignment]
+    return max(1, CHUNK_LOGITS // weight.shape[0])
 
 
 def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:

@@ -212,8 +212,11 @@ def make_learner(
     return Learner(config, resolve(config), model), resolve(config)
 
 
-def step_times(learner: Learner, objective: Objective, tokens: TokenBatch) -> dict[str, float]:
-    """One step of a learner: seconds of `annotate` and of `update` (advantages included), and the gradient's norm."""
+def step_times(learner: Learner, objective: Objective, tokens: TokenBatch, once: bool = True) -> dict[str, float]:
+    """One step of a learner: seconds of the log-probs and of `update` (advantages included), and the gradient's norm.
+
+    `once` takes the old log-probs from the update's own forward, whose time counts as the log-probs' then.
+    """
     from grpo_lab.objective.advantages import batch_advantages
 
     done: dict[str, Any] = {}
@@ -221,7 +224,8 @@ def step_times(learner: Learner, objective: Objective, tokens: TokenBatch) -> di
     def update() -> None:
         done["report"] = learner.update(done["batch"], batch_advantages(done["batch"], objective), 0)
 
-    annotate = seconds(lambda: done.update(batch=learner.prepare(tokens)))
+    measure = learner.prepare if once else learner.annotate
+    annotate = seconds(lambda: done.update(batch=measure(tokens)))
     spent = seconds(update)
     return {"annotate": annotate, "update": spent, "grad_norm": done["report"].metrics["policy/grad_norm"]}
 

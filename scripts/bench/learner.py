@@ -5,6 +5,7 @@ Contenders, interleaved round by round:
   bare-lean     the same with logits from the end of the prompt on only
   padded        grpo_lab with learner.share_prompt=False
   shared        grpo_lab with learner.share_prompt=True, the default
+  shared-once   the same with the old log-probs from the update's own forward, as a training with one update a batch does
 All have the same micro-batch budget, rows sorted by length, the same dtype and one update. `annotate` is two passes without
 gradient (policy and reference); the bare loops do the same. Below fp32 only grpo_lab keeps fp32 masters. The gradient's norm
 shows that all compute the same. Useful tokens are the completions'; tokens with prompts count every sibling's prompt,
@@ -28,7 +29,7 @@ from grpo_lab.learner.collate import collate, select
 from grpo_lab.learner.packing import plan_microbatches
 from grpo_lab.types import TokenBatch
 
-CONTENDERS = ("bare", "bare-lean", "padded", "shared")
+CONTENDERS = ("bare", "bare-lean", "padded", "shared", "shared-once")
 
 
 class BareLoop:
@@ -90,9 +91,9 @@ def contender(name: str, options: Namespace, tokens: TokenBatch) -> Callable[[],
     if name.startswith("bare"):
         return partial(BareLoop(options, lean=name == "bare-lean").step, tokens)
     learner, objective = common.make_learner(
-        options.model, options.prompts, options.group_size, options.dtype, options.microbatch_tokens, name == "shared"
+        options.model, options.prompts, options.group_size, options.dtype, options.microbatch_tokens, name != "padded"
     )
-    return partial(common.step_times, learner, objective, tokens)
+    return partial(common.step_times, learner, objective, tokens, once=name == "shared-once")
 
 
 def main(arguments: list[str] | None = None) -> None:

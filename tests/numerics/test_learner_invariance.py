@@ -8,6 +8,7 @@ import torch
 from learner_cases import make_groups, make_learner
 from transformers import AutoModelForCausalLM
 
+from grpo_lab.learner import logprobs
 from grpo_lab.learner.collate import collate, select
 from grpo_lab.learner.gradient import NonFiniteError
 from grpo_lab.learner.logprobs import completion_logprobs
@@ -64,6 +65,14 @@ def test_gradient_does_not_depend_on_batching(tiny_model: Path, learner: dict[st
     assert size > 0
     for name in wanted:
         assert (wanted[name] - got[name]).norm() / size < 1e-5, name
+
+
+def test_chunks_of_the_vocabulary_change_nothing(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = gradients(tiny_model, make_groups())
+    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 3 * 49152)  # three tokens a chunk
+    got = gradients(tiny_model, make_groups())
+    size = torch.cat([g.flatten() for g in wanted.values()]).norm()
+    assert max(float((wanted[name] - got[name]).norm() / size) for name in wanted) < 1e-5
 
 
 @pytest.mark.parametrize("method, objective", [

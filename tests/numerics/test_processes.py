@@ -13,6 +13,7 @@ from learner_cases import make_groups, make_learner
 from grpo_lab.learner.collate import collate
 from grpo_lab.learner.learner import Learner
 from grpo_lab.learner.ranks import follow
+from grpo_lab.objective.advantages import batch_advantages
 
 CASES: dict[str, dict[str, Any]] = {
     "uneven": {},  # three groups on two ranks
@@ -25,10 +26,13 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def results(learner: Learner) -> dict[str, Any]:
-    """Three updates, and everything that came out."""
-    batch = learner.annotate(collate(make_groups()))
-    statistics = learner.statistics(batch.tokens)
-    reports = [learner.update(batch, torch.linspace(-1, 1, 12), step) for step in range(3)]
+    """Three updates, and everything that came out; `gradient` is what waits for the first, where one forward gives both."""
+    tokens = collate(make_groups())
+    statistics = learner.statistics(tokens)
+    batch = learner.prepare(tokens)
+    waiting = [m.grad.flatten().clone() for m in learner.masters.masters.values() if m.grad is not None]
+    advantages = batch_advantages(batch, learner.gradient.objective)
+    reports = [learner.update(batch, advantages, step) for step in range(3)]
     metrics = {f"{i}/{name}": value for i, report in enumerate(reports) for name, value in report.metrics.items()}
     return {
         "old": batch.old_logprobs,
@@ -36,6 +40,7 @@ def results(learner: Learner) -> dict[str, Any]:
         "kl": statistics.full_kl,
         "trained": reports[-1].trained_logprobs,
         "metrics": metrics,
+        "gradient": torch.cat(waiting) if waiting else torch.zeros(1),
         "weights": {name: p.detach() for name, p in learner.policy.trainable().items()},
     }
 
@@ -74,6 +79,9 @@ def test_two_processes_are_one(two_processes: str, tiny_model: Path, name: str) 
     tolerance = 1e-2 if name == "bfloat16" else 1e-5
     for key in ("old", "ref", "kl", "trained"):
         assert torch.allclose(rank_0[key], alone[key], atol=tolerance), key
+    gap = (rank_0["gradient"] - alone["gradient"]).norm()
+    assert gap <= (1e-2 if name == "bfloat16" else 1e-6) * alone["gradient"].norm()
+    assert bool(alone["gradient"].any()) == (CASES[name].get("passes", 1) * CASES[name].get("mini_batches", 1) == 1)
     for key, value in alone["metrics"].items():
         assert rank_0["metrics"][key] == pytest.approx(value, rel=10 * tolerance, abs=tolerance), key
     start = dict(make_learner(tiny_model, **CASES[name]).policy.trainable())
