@@ -90,6 +90,15 @@ def report(header: Sequence[str], rows: Sequence[Sequence[Any]], options: argpar
         print(f"written to {options.json}")
 
 
+def matmul_rate(dtype: str, size: int = 4096, repeats: int = 5) -> float:
+    """FLOP/s that this machine's square matrix product reaches in `dtype`, the best of `repeats`."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    one, other = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
+    return 2 * size**3 / min(seconds(lambda: one @ other) for _ in range(repeats + 1))
+
+
 def machine() -> dict[str, Any]:
     """What the numbers depend on beside the code."""
     from importlib.metadata import version
@@ -112,20 +121,26 @@ def machine() -> dict[str, Any]:
 
 
 def random_model(
-    folder: Path, vocabulary: int, layers: int = 2, hidden: int = 128, tokenizer: Path | None = None
+    folder: Path,
+    vocabulary: int,
+    layers: int = 2,
+    hidden: int = 128,
+    intermediate: int = 256,
+    kv_heads: int = 1,
+    tokenizer: Path | None = None,
 ) -> Path:
     """A random Llama in float32 with tied embeddings, written without torch; `tokenizer`: a model folder that lends its own."""
     import numpy
     from safetensors.numpy import save_file
 
-    rng, heads = numpy.random.default_rng(0), hidden // 64
+    rng, heads, kv = numpy.random.default_rng(0), hidden // 64, 64 * kv_heads
     shapes = {"model.embed_tokens": (vocabulary, hidden), "model.norm": (hidden,)}
     for layer in (f"model.layers.{index}" for index in range(layers)):
         shapes |= {f"{layer}.{name}_layernorm": (hidden,) for name in ("input", "post_attention")}
         shapes |= {f"{layer}.self_attn.{name}_proj": (hidden, hidden) for name in "qo"}
-        shapes |= {f"{layer}.self_attn.{name}_proj": (64, hidden) for name in "kv"}
-        shapes |= {f"{layer}.mlp.{name}_proj": (2 * hidden, hidden) for name in ("gate", "up")}
-        shapes |= {f"{layer}.mlp.down_proj": (hidden, 2 * hidden)}
+        shapes |= {f"{layer}.self_attn.{name}_proj": (kv, hidden) for name in "kv"}
+        shapes |= {f"{layer}.mlp.{name}_proj": (intermediate, hidden) for name in ("gate", "up")}
+        shapes |= {f"{layer}.mlp.down_proj": (hidden, intermediate)}
     one = numpy.float32(0.02)
     tensors = {
         f"{name}.weight": numpy.ones(shape, "f4") if len(shape) == 1 else one * rng.standard_normal(shape, "f4")
@@ -133,8 +148,8 @@ def random_model(
     }
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "vocab_size": vocabulary,
-        "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers, "head_dim": 64,
-        "num_attention_heads": heads, "num_key_value_heads": 1, "max_position_embeddings": 8192, "hidden_act": "silu",
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers, "head_dim": 64,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 8192, "hidden_act": "silu",
         "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
     }  # fmt: skip
     folder.mkdir(exist_ok=True)

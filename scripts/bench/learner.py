@@ -9,7 +9,9 @@ Contenders, interleaved round by round:
 All have the same micro-batch budget, rows sorted by length, the same dtype and one update. `annotate` is two passes without
 gradient (policy and reference); the bare loops do the same. Below fp32 only grpo_lab keeps fp32 masters. The gradient's norm
 shows that all compute the same. Useful tokens are the completions'; tokens with prompts count every sibling's prompt,
-however often it was computed.
+however often it was computed. MFU is 2 FLOPs a parameter and token of each forward without gradient and 6 of the update, over
+tokens that are no padding (a shared prompt once), as a share of the rate of a large matrix product on this machine.
+On a GPU the peak of its memory is printed too.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import _common as common
 import torch
 
 from grpo_lab.learner.collate import collate, select
-from grpo_lab.learner.packing import plan_microbatches
+from grpo_lab.learner.packing import count_tokens, plan_microbatches
 from grpo_lab.types import TokenBatch
 
 CONTENDERS = ("bare", "bare-lean", "padded", "shared", "shared-once")
@@ -96,9 +98,29 @@ def contender(name: str, options: Namespace, tokens: TokenBatch) -> Callable[[],
     return partial(common.step_times, learner, objective, tokens, once=name == "shared-once")
 
 
+def work(name: str, what: str, options: Namespace, tokens: TokenBatch) -> float:
+    """FLOPs of the model that a step of `name` cannot do without, in `what`: "update" or "both"."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model))
+    parameters = sum(
+        p.numel() for p in model.parameters()
+    )  # tied embeddings once: the head's product, the lookup is free
+    shared = name.startswith("shared")
+    plan = plan_microbatches(tokens, torch.arange(tokens.num_sequences), options.microbatch_tokens, shared)
+    real = sum(count_tokens(tokens, rows, shared).real for rows in plan)
+    passes = 0 if what == "update" else 1 if name == "shared-once" else 2
+    return real * parameters * (6 + 2 * passes)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, default=common.DEMO_MODEL, help="a transformers model folder")
+    parser.add_argument(
+        "--random", action="store_true", help="random weights of Qwen2.5-0.5B's shape instead of --model"
+    )
     parser.add_argument(
         "--data", type=Path, help="a GSM8K train.jsonl, or its folder: real prompts, answers as completions"
     )
@@ -115,6 +137,9 @@ def main(arguments: list[str] | None = None) -> None:
             real = {"vocabulary": 49152, "tokenizer": common.DEMO_MODEL} if options.data else {"vocabulary": 4096}
             options.model = common.random_model(Path(folder), **real)
             options.prompts, options.group_size, options.rounds = 2, 4, 1
+        elif options.random:
+            shape = {"layers": 24, "hidden": 896, "intermediate": 4864, "kv_heads": 2}
+            options.model = common.random_model(Path(folder), vocabulary=151936, **shape)
         measure(options)
 
 
@@ -138,15 +163,18 @@ def measure(options: Namespace) -> None:
     samples = common.interleave(steps, options.rounds)
     for timed in samples.values():
         timed["both"] = [a + u for a, u in zip(timed["annotate"], timed["update"], strict=True)]
-    first = samples[options.only[0]]
+    first, rate = samples[options.only[0]], common.matmul_rate(options.dtype, 256 if options.tiny else 4096)
     rows = []
     for name, timed in samples.items():
-        for what in ("update", "both"):
+        for what in ("both",) if name == "shared-once" else ("update", "both"):
             middle = statistics.median(timed[what])
             label = "update" if what == "update" else "annotate + update"
             speeds = [useful / middle, everything / middle]
             times = [round(min(timed[what]), 3), round(middle, 3), f"{common.ratio(first[what], timed[what]):.2f}x"]
-            rows.append([name, label, *times, *(round(speed, 1) for speed in speeds), timed["grad_norm"][0]])
+            mfu = work(name, what, options, tokens) / middle / rate
+            rows.append(
+                [name, label, *times, *(round(speed, 1) for speed in speeds), f"{mfu:.1%}", timed["grad_norm"][0]]
+            )
     header = [
         "contender",
         "what",
@@ -155,8 +183,14 @@ def measure(options: Namespace) -> None:
         f"vs {options.only[0]}",
         "useful tok/s",
         "tok/s with prompts",
+        "MFU",
         "grad norm",
     ]
+    print(f"a matrix product reaches {rate / 1e12:.3g} TFLOP/s")
+    if torch.cuda.is_available():
+        print(
+            f"peak of GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, all contenders' weights included"
+        )
     common.report(
         header, rows, options, {"useful_tokens": useful, "tokens_with_prompts": everything, "samples": samples}
     )
