@@ -17,7 +17,7 @@ from grpo_lab.errors import ConfigError
 from grpo_lab.hub import check_local_model, load_tokenizer, resolve_model, stop_token_ids
 from grpo_lab.learner.checkpoint import Checkpoint
 from grpo_lab.learner.learner import Learner
-from grpo_lab.learner.weights import export_model, export_weights, weight_digests
+from grpo_lab.learner.weights import export_weights, weight_digests
 from grpo_lab.objective.axes import Objective, resolve
 from grpo_lab.objective.gates import build_gate
 from grpo_lab.rollout.collect import Collector, render_prompt
@@ -58,7 +58,7 @@ class Parts:
     def push_weights(self, version: int) -> dict[str, float]:
         """Send the learner's weights to the engine, stamped `version`, and have it prove what it holds: the metrics."""
         folder = self.weights_dir / f"version_{version:08d}"
-        export_weights(self.learner.policy, folder)
+        export_weights(self.learner, folder)
         self.engine.load_weights(folder, version)
         kept = 1 + (self.config.rollout.max_staleness + 1 if self.learner.policy.lora else 0)  # adapters still in use
         for old in sorted(self.weights_dir.iterdir())[:-kept]:
@@ -69,7 +69,7 @@ class Parts:
         """Have the engine prove that it holds the reference, which attached workers, after another run, get first."""
         if not self.config.model.lora_rank:
             folder = self.weights_dir / "reference"
-            export_model(self.learner.policy.reference, folder)
+            export_weights(self.learner, folder, reference=True)
             self.engine.load_weights(folder, 0)
         self._verify(0, reference=True)
 
@@ -77,13 +77,10 @@ class Parts:
         verify: Callable[[Canary], dict[str, float]] | None = getattr(self.engine, "verify", None)
         if verify is None:
             return {}
-        policy = self.learner.policy
-        held = policy.reference if reference else policy.causal_lm
         score = partial(self.learner.score, reference=reference)
         logprobs = score(self.canary_ids[:1], self.canary_ids[1:])
-        return verify(
-            Canary(version, self.canary_ids, logprobs, self.canary_limit, score, partial(weight_digests, held))
-        )
+        digests = lambda: weight_digests(self.learner.weights(reference))  # noqa: E731
+        return verify(Canary(version, self.canary_ids, logprobs, self.canary_limit, score, digests))
 
     @property
     def canary_limit(self) -> float:

@@ -126,7 +126,8 @@ class LearnerConfig(_Section):
     max_grad_norm: float = Field(1.0, gt=0)
     passes: int = Field(1, ge=1)
     mini_batches: int = Field(4, ge=1)
-    microbatch_tokens: int = Field(16384, ge=1)  # rows x padded length of one forward
+    microbatch_tokens: int = Field(16384, ge=1)  # of one forward, padding included, a shared prompt once
+    shard: bool = False  # several processes: each holds its part of weights, gradients and moments (FSDP2)
     share_prompt: bool = True  # run each prompt once per group instead of once per sibling
 
 

@@ -170,7 +170,7 @@ def _disturb(parts: Parts) -> None:
 
 def _sums(sums: dict[str, dict[str, str]], parts: Parts) -> Finding:
     """The workers' weights among themselves, and with the learner's where vLLM holds a tensor unpacked under the same name."""
-    own = weight_digests(parts.learner.policy.causal_lm)
+    own = weight_digests(parts.learner.weights())
     wrong = differing(sums, own)
     compared = min((len(comparable(held, own)) for held in sums.values()), default=0)
     text = f"{len(sums)} workers hold the same weights; {compared} tensors with the learner's names have its bytes"

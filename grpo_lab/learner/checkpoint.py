@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from grpo_lab.errors import RunError, UserError
 from grpo_lab.learner.learner import Learner
 from grpo_lab.learner.optimizer import LearnerState
+from grpo_lab.learner.weights import save_model
 
 PREFIX = "rollouts_"
 
@@ -63,11 +64,11 @@ def save_checkpoint(parent: Path, learner: Learner, tokenizer: Any, progress: Pr
     shutil.rmtree(partial, ignore_errors=True)
     try:
         (partial / "training").mkdir(parents=True)
-        learner.policy.model.save_pretrained(partial)
+        save_model(learner, partial)
         tokenizer.save_pretrained(partial)
         if learner.policy.lora:
             learner.policy.causal_lm.generation_config.save_pretrained(partial)
-        state = learner.optimizer.state()
+        state = learner.state()
         save_file(state.tensors, partial / "training/state.safetensors")
         numbers = {"progress": asdict(progress), "learner": state.numbers}
         (partial / "training/state.json").write_text(json.dumps(numbers, indent=1))

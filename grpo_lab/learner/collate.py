@@ -42,9 +42,13 @@ def collate(groups: Sequence[RolloutGroup], group_ids: Sequence[int] | None = No
 
 
 def select(tokens: TokenBatch, rows: Tensor) -> TokenBatch:
-    """The rows (indices [n]) of a batch as a batch of their own, trimmed to their longest."""
-    length = int((tokens.prompt_lengths[rows] + tokens.completion_mask[rows].sum(dim=1)).max()) - 1
-    completion_length = int(tokens.completion_mask[rows].sum(dim=1).max())
+    """The rows (indices [n]) of a batch as a batch of their own, trimmed to their longest.
+
+    Two columns stay where the batch has them: every micro-batch takes the same number of forwards, on every rank.
+    """
+    completions = tokens.completion_mask[rows].sum(dim=1)
+    length = int(max(tokens.prompt_lengths[rows] + completions, default=1)) - 1
+    completion_length = max(2, int(max(completions, default=0)))
     return TokenBatch(
         input_ids=tokens.input_ids[rows, :length],
         attention_mask=tokens.attention_mask[rows, :length],

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from grpo_lab.errors import RunError
 from grpo_lab.learner.collate import select
-from grpo_lab.learner.forward import Forward
+from grpo_lab.learner.forward import Forward, MicroBatch
 from grpo_lab.learner.optimizer import PolicyOptimizer
 from grpo_lab.learner.precision import MasterWeights
+from grpo_lab.learner.sharding import local
 from grpo_lab.objective.advantages import batch_advantages
 from grpo_lab.objective.aggregate import BatchTotals
 from grpo_lab.objective.axes import Objective
@@ -67,8 +68,12 @@ class Gradient:
 
     @property
     def is_local(self) -> bool:
-        """Whether a group's gradient needs nothing of other groups."""
-        return self.objective.advantage != "batch_zscore" and self.objective.correction != "m2po"
+        """Whether a group's gradient needs nothing of other groups.
+
+        Sharded weights need more, for every rank to run the same forwards: that a row's needs nothing of its siblings.
+        """
+        alone = not self._forward.policy.is_sharded or self.objective.kl != "reward"
+        return alone and self.objective.advantage != "batch_zscore" and self.objective.correction != "m2po"
 
     def totals(self, tokens: TokenBatch, rows: Tensor | None = None) -> BatchTotals:
         """What the loss of the mini-batch `rows` (default: all) is normalised over."""
@@ -83,49 +88,56 @@ class Gradient:
         twice. None instead of Prepared: it is not finite.
         """
         self._optimizer.discard_gradients()
-        old, loss = torch.zeros_like(ref_logprobs), 0.0
+        batch = TrainBatch(tokens, torch.zeros_like(ref_logprobs), ref_logprobs)
         in_reward = self.objective.kl == "reward"
-        advantages = batch_advantages(TrainBatch(tokens, old, ref_logprobs), self.objective)
-        totals = self.totals(tokens)
-        done = torch.zeros_like(advantages)
+        known = None if in_reward else batch_advantages(batch, self.objective)
+        loss, used = 0.0, torch.zeros(tokens.num_sequences)
         for unit in self._forward.plan_groups(tokens) if in_reward else [[m] for m in self._forward.plan(tokens)]:
-            rows, parts = torch.cat(unit), [select(tokens, micro) for micro in unit]
-            together = self._forward.fit_together(tokens, unit)
-            with torch.set_grad_enabled(together):
-                current = [self._forward.logprobs(part) for part in parts]
-            for micro, logprobs in zip(unit, current, strict=True):
-                old[micro, : logprobs.shape[1]] = logprobs.detach().cpu()
-            group = select(tokens, rows)
-            columns = group.completion_mask.shape[1]
-            batch = TrainBatch(group, old[rows, :columns], ref_logprobs[rows, :columns])
-            done[rows] = batch_advantages(batch, self.objective) if in_reward else advantages[rows]
-            inputs = loss_inputs(batch, done[rows], self.objective, totals)
-            places = torch.arange(len(rows)).split([len(micro) for micro in unit])
-            if together:
-                losses = [self._loss(inputs, *pair) for pair in zip(places, current, strict=True)]
-                loss += self._backward(torch.stack(losses).sum())
-            else:
-                for place, part in zip(places, parts, strict=True):
-                    loss += self._backward(self._loss(inputs, place, self._forward.logprobs(part)))
+            loss += self._unit(unit, batch, known, used)
         self._sum_gradients()
-        prepared = Prepared(self._ranks.sum(done), float(self._ranks.sum(torch.tensor(loss, dtype=torch.float64))))
-        if not self._is_finite(prepared.loss):
+        prepared = Prepared(self._ranks.sum(used), float(self._ranks.sum(torch.tensor(loss, dtype=torch.float64))))
+        finite = self._is_finite(prepared.loss)
+        if not finite:
             self._optimizer.discard_gradients()
-        return self._ranks.sum(old), prepared if self._is_finite(prepared.loss) else None
+        return self._ranks.sum(batch.old_logprobs), prepared if finite else None
+
+    def _unit(self, unit: list[MicroBatch], batch: TrainBatch, known: Tensor | None, used: Tensor) -> float:
+        """Log-probs of micro-batches, into `batch`, then their gradient; returns the loss.
+
+        `known` are the advantages where they do not wait for log-probs; `used` receives those taken.
+        """
+        together = self._forward.fit_together(unit)
+        with torch.set_grad_enabled(together):
+            current = [self._forward.logprobs(micro) for micro in unit]
+        for micro, logprobs in zip(unit, current, strict=True):
+            batch.old_logprobs[micro.rows, : logprobs.shape[1]] = logprobs.detach().cpu()
+        rows = torch.cat([micro.rows for micro in unit])
+        part = select(batch.tokens, rows)
+        columns = part.completion_mask.shape[1]
+        own = TrainBatch(part, batch.old_logprobs[rows, :columns], batch.ref_logprobs[rows, :columns])
+        used[rows] = batch_advantages(own, self.objective) if known is None else known[rows]
+        inputs = loss_inputs(own, used[rows], self.objective, self.totals(batch.tokens))
+        places = torch.arange(len(rows)).split([len(micro.rows) for micro in unit])
+        if together:
+            losses = [self._loss(inputs, *pair) for pair in zip(places, current, strict=True)]
+            return self._backward(torch.stack(losses).sum())
+        again = zip(places, unit, strict=True)
+        return sum(self._backward(self._loss(inputs, place, self._forward.logprobs(micro))) for place, micro in again)
 
     def _accumulate(self, batch: TrainBatch, advantages: Tensor, rows: Tensor, trained: Tensor) -> float:
         inputs = loss_inputs(batch, advantages, self.objective, self.totals(batch.tokens, rows))
         loss, current = 0.0, torch.zeros_like(trained)
         for micro in self._forward.plan(batch.tokens, rows):
-            logprobs = self._forward.logprobs(select(batch.tokens, micro))
-            loss += self._backward(self._loss(inputs, micro, logprobs))
-            current[micro, : logprobs.shape[1]] = logprobs.detach().float().cpu()
+            logprobs = self._forward.logprobs(micro)
+            loss += self._backward(self._loss(inputs, micro.rows, logprobs))
+            current[micro.rows, : logprobs.shape[1]] = logprobs.detach().float().cpu()
         self._sum_gradients()
         trained[rows] = self._ranks.sum(current[rows])
         return float(self._ranks.sum(torch.tensor(loss, dtype=torch.float64)))
 
     def _loss(self, inputs: LossInputs, rows: Tensor, logprobs: Tensor) -> Tensor:
-        return policy_loss(logprobs, inputs.rows(rows, logprobs.shape[1], logprobs.device), self.objective, self.gate)
+        own = inputs.rows(rows, logprobs.shape[1], logprobs.device)
+        return policy_loss(logprobs, own, self.objective, self.gate)
 
     def _backward(self, loss: Tensor) -> float:
         (loss * self._optimizer.loss_scale).backward()
@@ -133,10 +145,13 @@ class Gradient:
         return float(loss.detach())
 
     def _sum_gradients(self) -> None:
-        if self._ranks.count > 1:
+        self._masters.unscale(self._optimizer.loss_scale)
+        if self._ranks.count > 1 and not self._forward.policy.is_sharded:  # sharded ones are summed in backward
             for master in self._masters.masters.values():
                 master.grad = self._ranks.sum(torch.zeros_like(master) if master.grad is None else master.grad)
 
     def _is_finite(self, loss: float) -> bool:
-        gradients = [m.grad for m in self._masters.masters.values() if m.grad is not None]
-        return math.isfinite(loss) and all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+        """Whether loss and gradient are, on every rank."""
+        gradients = [local(m.grad) for m in self._masters.masters.values() if m.grad is not None]
+        finite = math.isfinite(loss) and all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+        return float(self._ranks.sum(torch.tensor(float(not finite)))) == 0

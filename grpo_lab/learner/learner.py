@@ -9,21 +9,19 @@ import torch
 from torch import Tensor
 
 from grpo_lab.config import Config
-from grpo_lab.learner.collate import collate, select
+from grpo_lab.learner.collate import collate
 from grpo_lab.learner.forward import Forward
 from grpo_lab.learner.gradient import Gradient, Prepared
-from grpo_lab.learner.logprobs import TokenStatistics, token_statistics
+from grpo_lab.learner.logprobs import TokenStatistics
 from grpo_lab.learner.model import PolicyModel
 from grpo_lab.learner.optimizer import LearnerState, PolicyOptimizer
-from grpo_lab.learner.precision import MasterWeights
+from grpo_lab.learner.precision import MasterWeights, first_masters
 from grpo_lab.learner.ranks import Ranks, on_every_rank
 from grpo_lab.objective.axes import Objective
 from grpo_lab.objective.loss import loss_inputs
 from grpo_lab.objective.record import correction_record, gate_record
 from grpo_lab.seeding import derive_seed
 from grpo_lab.types import Completion, Grade, Problem, RolloutGroup, TokenBatch, TrainBatch, UpdateReport
-
-_STATISTICS = ("logprobs", "ref_logprobs", "full_kl", "entropy")
 
 
 class Learner:
@@ -42,10 +40,15 @@ class Learner:
     ) -> None:
         self.ranks = Ranks()
         self._config = config
-        self.policy = PolicyModel(base, source or base, config.model, self.ranks.device)
-        saved = state.masters if state else {}
-        self.masters = MasterWeights(self.policy.trainable(), saved, self.policy.full_precision)
+        sharded = config.learner.shard and self.ranks.count > 1
+        home = torch.device("cpu") if sharded else self.ranks.device
+        self.policy = PolicyModel(base, source or base, config.model, home)
+        masters = first_masters(self.policy.trainable(), state.masters if state else {}, self.policy.full_precision)
         self.policy.full_precision = {}
+        if sharded:
+            self.policy.shard(self.ranks.mesh(), masters)
+            masters = dict(self.policy.trainable())
+        self.masters = MasterWeights(self.policy.trainable(), masters, getattr(torch, config.model.dtype))
         self.optimizer = PolicyOptimizer(config, self.masters, state)
         self._forward = Forward(self.policy, self.ranks, config)
         self.gradient = Gradient(self._forward, self.masters, self.optimizer, objective)
@@ -56,7 +59,7 @@ class Learner:
     @on_every_rank
     def annotate(self, tokens: TokenBatch) -> TrainBatch:
         """Add the learner's log-probs under the current weights and under the reference, fp32, no gradient."""
-        old = self._forward.score(self.policy.causal_lm, tokens, self._config.rollout.temperature)
+        old = self._forward.score(self.policy.causal_lm, tokens)
         return TrainBatch(tokens, old, self._reference_logprobs(tokens))
 
     @on_every_rank
@@ -69,25 +72,13 @@ class Learner:
         if self._config.learner.passes * self._config.learner.mini_batches == 1 and self.gradient.is_local:
             old, self._prepared = self.gradient.with_old_logprobs(tokens, ref)
         else:
-            old = self._forward.score(self.policy.causal_lm, tokens, self._config.rollout.temperature)
+            old = self._forward.score(self.policy.causal_lm, tokens)
         return TrainBatch(tokens, old, ref)
 
     @on_every_rank
-    @torch.no_grad()
     def statistics(self, tokens: TokenBatch) -> TokenStatistics:
         """Log-probs, full KL and entropy of the policy against the reference at temperature 1, [N, C] each, on CPU."""
-        shape = tokens.completion_mask.shape
-        result = TokenStatistics(*(torch.zeros(shape) for _ in range(4)))
-        for rows in self._forward.plan(tokens):
-            part = select(tokens, rows)
-            hidden = self._forward.hidden(self.policy.causal_lm, part)
-            with self.policy.as_reference() as reference:
-                ref_hidden = self._forward.hidden(reference, part)
-                heads = (self.policy.causal_lm.get_output_embeddings(), reference.get_output_embeddings())
-            measured = token_statistics(hidden, ref_hidden, heads, part)
-            for name in _STATISTICS:
-                getattr(result, name)[rows, : part.completion_mask.shape[1]] = getattr(measured, name)
-        return TokenStatistics(*(self.ranks.sum(getattr(result, name)) for name in _STATISTICS))
+        return self._forward.statistics(tokens)
 
     @on_every_rank
     def score(self, prompt: tuple[int, ...], completion: tuple[int, ...], reference: bool = False) -> tuple[float, ...]:
@@ -99,9 +90,21 @@ class Learner:
         with self.policy.as_reference() as model:
             return tuple(self._forward.score(model, tokens, 1.0)[0].tolist())
 
+    # -- keeping -----------------------------------------------------------------------------------------------------
+
+    @on_every_rank
+    def weights(self, reference: bool = False) -> dict[str, Tensor]:
+        """The policy's (or reference's) whole tensors by name, compute dtype; of a LoRA policy the adapter's. On rank 0."""
+        return self.policy.weights(reference, keep=self.ranks.is_main)
+
+    @on_every_rank
+    def state(self) -> LearnerState:
+        """What a checkpoint keeps beside the weights; on rank 0."""
+        return self.optimizer.state(keep=self.ranks.is_main)
+
     def _reference_logprobs(self, tokens: TokenBatch) -> Tensor:
         with self.policy.as_reference() as reference:
-            return self._forward.score(reference, tokens, self._config.rollout.temperature)
+            return self._forward.score(reference, tokens)
 
     # -- training ----------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,10 @@ class TokenStatistics:
     full_kl: Tensor
     entropy: Tensor
 
+    def stack(self) -> Tensor:
+        """The four in their order, [4, n, C]."""
+        return torch.stack([self.logprobs, self.ref_logprobs, self.full_kl, self.entropy])
+
 
 def completion_logprobs(model: nn.Module, tokens: TokenBatch, share_prompt: bool, temperature: float = 1.0) -> Tensor:
     """log pi(y_t | x, y_<t) of every completion token, [n, C] in fp32, 0 off the mask; differentiable.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from grpo_lab.config import ModelConfig
 from grpo_lab.errors import ConfigError
+from grpo_lab.learner.sharding import gather, shard
 
 _LOGIT_CHANGERS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
@@ -22,9 +24,9 @@ class PolicyModel:
     """
 
     def __init__(self, base: Path, source: Path, config: ModelConfig, device: torch.device) -> None:
-        self.lora = config.lora_rank > 0
+        self.lora, self.is_sharded = config.lora_rank > 0, False
         self.full_precision: dict[str, torch.Tensor] = {}  # the files' numbers before the cast, for master weights
-        self._config = config
+        self._config, self.dtype = config, config.dtype
         compute_dtype = getattr(torch, config.dtype)
         if self.lora:
             self.model = self._with_adapter(_load(base, config, compute_dtype).to(device), base, source)
@@ -55,9 +57,32 @@ class PolicyModel:
         with self.model.disable_adapter() if self.lora else nullcontext():
             yield self.causal_lm if self.lora else self.reference
 
+    def shard(self, mesh: DeviceMesh, masters: Mapping[str, torch.Tensor]) -> None:
+        """Spread policy and reference over the ranks of `mesh`, with the fp32 `masters` in the place of trained weights."""
+        dtype = getattr(torch, self._config.dtype)
+        for name, parameter in self.trainable().items():
+            parameter.data = masters[name].data
+        shard(self.causal_lm, mesh, dtype)
+        if not self.lora:
+            shard(self.reference, mesh, dtype)
+        self.is_sharded = True
+
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Trainable parameters by name; tied ones once."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def weights(self, reference: bool, keep: bool) -> dict[str, torch.Tensor]:
+        """Whole tensors by name: the reference's, the policy's, or of a LoRA policy the adapter's.
+
+        Sharded ones are gathered by all ranks, in the compute dtype, and stay where `keep`.
+        """
+        model = self.reference if reference else self.model
+        trained = self.trainable() if self.lora and not reference else None
+        tensors = {name: t for name, t in model.state_dict().items() if trained is None or name in trained}
+        if not self.is_sharded:
+            return {name: tensor.detach() for name, tensor in tensors.items()}
+        dtype = getattr(torch, self._config.dtype)
+        return gather({n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}, keep)
 
     def _with_adapter(self, model: Any, base: Path, source: Path) -> Any:
         from peft import LoraConfig, PeftModel, get_peft_model

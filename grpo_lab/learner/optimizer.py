@@ -11,6 +11,7 @@ from transformers import get_scheduler
 
 from grpo_lab.config import Config
 from grpo_lab.learner.precision import MasterWeights
+from grpo_lab.learner.sharding import gather, like
 
 _FIRST_LOSS_SCALE = 2.0**16
 
@@ -71,20 +72,23 @@ class PolicyOptimizer:
         """Forget the gradients; nothing moves."""
         self._adamw.zero_grad(set_to_none=True)
 
-    def state(self) -> LearnerState:
-        """Moments and (below fp32) masters by parameter name; schedule and loss scale as numbers."""
+    def state(self, keep: bool = True) -> LearnerState:
+        """Moments and (below fp32) masters by parameter name, whole; schedule and loss scale as numbers.
+
+        Every rank must call it when the weights are sharded; the tensors stay where `keep`.
+        """
         tensors: dict[str, Tensor] = {}
         for name, master in self._masters.masters.items():
             tensors |= {f"{key}/{name}": value for key, value in self._adamw.state[master].items()}
             if not self._masters.is_exact:
                 tensors[f"master/{name}"] = master
         numbers = {"scheduler": self._scheduler.state_dict(), "loss_scale": self.loss_scale}
-        return LearnerState({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, numbers)
+        return LearnerState(gather(tensors, keep), numbers)
 
     def _restore(self, state: LearnerState) -> None:
         for name, master in self._masters.masters.items():
-            moments = {key: state.tensors[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-            self._adamw.state[master] = {key: value.to(master.device) for key, value in moments.items()}
+            moments = {key: like(state.tensors[f"{key}/{name}"], master) for key in ("exp_avg", "exp_avg_sq")}
+            self._adamw.state[master] = {"step": state.tensors[f"step/{name}"].to(master.device), **moments}
         self._scheduler.load_state_dict(state.numbers["scheduler"])
         self.loss_scale = state.numbers["loss_scale"]
         for group, rate in zip(self._adamw.param_groups, self._scheduler.get_last_lr(), strict=True):

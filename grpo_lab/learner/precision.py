@@ -13,35 +13,38 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from grpo_lab.learner.sharding import whole
 from grpo_lab.seeding import derive_seed
 
 
 class MasterWeights:
-    """fp32 masters of named parameters, and fp32 gradients gathered over micro-batches."""
+    """fp32 masters of named parameters, and fp32 gradients gathered over micro-batches.
+
+    The parameters may be the masters themselves: in fp32, and where the model is sharded and casts what it gathers.
+    """
 
     def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], saved: Mapping[str, Tensor], files: Mapping[str, Tensor]
+        self, parameters: Mapping[str, torch.nn.Parameter], masters: Mapping[str, Tensor], compute_dtype: torch.dtype
     ) -> None:
-        """`saved` are a checkpoint's masters, used as they are; else `files` are the numbers the model was read from."""
-        self.parameters = dict(parameters)
-        self.is_exact = all(p.dtype == torch.float32 for p in parameters.values())
-        if self.is_exact:
-            self.masters: dict[str, Tensor] = dict(parameters)
-        elif saved:
-            self.masters = {name: saved[name].to(p.device).float().clone() for name, p in parameters.items()}
-        else:
-            self.masters = {name: _start(p.detach(), files.get(name), name) for name, p in parameters.items()}
+        self.masters = dict(masters)
+        self.is_exact = compute_dtype == torch.float32
+        self._casts = {name: p for name, p in parameters.items() if p is not masters[name]}
+        self._dtype = compute_dtype
 
     def gather_gradients(self, scale: float) -> None:
-        """Add the parameters' gradients, divided by `scale`, to the masters'; in fp32 they are already there."""
-        if self.is_exact:
-            return
-        for name, parameter in self.parameters.items():
+        """Add the parameters' gradients, divided by `scale`, to the masters'; they may be there already."""
+        for name, parameter in self._casts.items():
             if parameter.grad is not None:
                 master = self.masters[name]
                 gradient = parameter.grad.float() / scale
                 master.grad = gradient if master.grad is None else master.grad + gradient
                 parameter.grad = None
+
+    def unscale(self, scale: float) -> None:
+        """Divide the gradients of a whole batch by `scale` where `gather_gradients` has not."""
+        for name, master in self.masters.items():
+            if scale != 1 and name not in self._casts and master.grad is not None:
+                master.grad.div_(scale)
 
     @torch.no_grad()
     def apply(self, before: Mapping[str, Tensor]) -> float:
@@ -54,16 +57,29 @@ class MasterWeights:
         if self.is_exact:
             return 0.0
         arrived, wanted = 0.0, 0.0
-        for name, parameter in self.parameters.items():
-            cast, step = self.masters[name].to(parameter.dtype), self.masters[name] - before[name]
-            arrived += float(((cast.float() - parameter.float()) * step).sum())
-            wanted += float(step.square().sum())
-            parameter.copy_(cast)
+        for name, master in self.masters.items():
+            cast, step = master.to(self._dtype), master - before[name]
+            arrived += float(whole(((cast.float() - before[name].to(self._dtype).float()) * step).sum()))
+            wanted += float(whole(step.square().sum()))
+            if name in self._casts:
+                self._casts[name].copy_(cast)
         return 1 - arrived / wanted if wanted else 0.0
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of the masters, for `apply`; empty in fp32, where nothing can be absorbed."""
         return {} if self.is_exact else {name: master.detach().clone() for name, master in self.masters.items()}
+
+
+def first_masters(
+    parameters: Mapping[str, torch.nn.Parameter], saved: Mapping[str, Tensor], files: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The masters a run starts from: in fp32 the parameters themselves, else `saved` (a checkpoint's, as they are), else from
+    `files`, the numbers the model was read from."""
+    if all(p.dtype == torch.float32 for p in parameters.values()):
+        return dict(parameters)
+    if saved:
+        return {name: saved[name].to(p.device).float().clone() for name, p in parameters.items()}
+    return {name: _start(p.detach(), files.get(name), name) for name, p in parameters.items()}
 
 
 def _start(parameter: Tensor, file: Tensor | None, name: str) -> Tensor:

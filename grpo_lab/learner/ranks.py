@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from grpo_lab.errors import UserError
 from grpo_lab.signals import STOP_SIGNALS
@@ -41,19 +42,23 @@ class Ranks:
         total: Tensor = self._accelerator.reduce(tensor.to(self.device), "sum")
         return total.to(tensor.device)
 
+    def mesh(self) -> DeviceMesh:
+        """All ranks in a row, to shard weights over."""
+        return init_device_mesh(self.device.type, (self.count,))
+
     def share(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
         if self.count == 1:
             return value
         return broadcast_object_list([value])[0]
 
-    def own_rows(self, tokens: TokenBatch, rows: Tensor) -> Tensor:
-        """The part of `rows` (indices [n]) this rank works on: whole groups, tokens spread evenly, the same answer everywhere.
+    def split(self, tokens: TokenBatch, rows: Tensor) -> list[Tensor]:
+        """The parts of `rows` (indices [n]) the ranks work on: whole groups, tokens spread evenly, the same answer everywhere.
 
         A rank has none where there are fewer groups than ranks.
         """
         if self.count == 1:
-            return rows
+            return [rows]
         lengths = tokens.completion_mask.sum(dim=1)
         groups = tokens.group_ids[rows]
         sizes = {int(g): float(lengths[rows][groups == g].sum()) for g in groups.unique()}
@@ -61,7 +66,8 @@ class Ranks:
         for group in sorted(sizes, key=lambda g: (-sizes[g], g)):
             owner[group] = min(range(self.count), key=lambda rank: loads[rank])
             loads[owner[group]] += sizes[group]
-        return rows[torch.tensor([owner[int(g)] == self.index for g in groups], dtype=torch.bool)]
+        owners = torch.tensor([owner[int(g)] for g in groups])
+        return [rows[owners == rank] for rank in range(self.count)]
 
     def end(self) -> None:
         """Rank 0 lets the others go."""

@@ -3,42 +3,55 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
-from grpo_lab.learner.model import PolicyModel
+from grpo_lab.learner.learner import Learner
 
 
-def export_weights(policy: PolicyModel, folder: Path) -> None:
-    """Write the policy to `folder`: the whole model, of a LoRA run the adapter as peft saves it."""
-    if policy.lora:
-        policy.model.save_pretrained(folder)
+def export_weights(learner: Learner, folder: Path, reference: bool = False) -> None:
+    """Write the policy (or the reference) to `folder`: the whole model, of a LoRA policy the adapter as peft saves it."""
+    if learner.policy.lora and not reference:
+        learner.policy.model.save_pretrained(folder, state_dict=learner.weights())
     else:
-        export_model(policy.model, folder)
+        _export_model(
+            learner.policy.reference if reference else learner.policy.model, learner.weights(reference), folder
+        )
 
 
-def export_model(model: Any, folder: Path) -> None:
+def save_model(learner: Learner, folder: Path) -> None:
+    """Write the policy to `folder` as transformers (or peft) saves it."""
+    model, sharded = learner.policy.model, learner.policy.is_sharded
+    model.save_pretrained(folder, state_dict=learner.weights() if sharded else None)
+    file = folder / "config.json"
+    if sharded and file.exists():  # its masters' dtype is not the files'
+        file.write_text(json.dumps({**json.loads(file.read_text()), "dtype": learner.policy.dtype}, indent=2))
+
+
+def _export_model(model: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
     """Write `folder`/model.safetensors in the compute dtype.
 
     A tied output head is written too: an engine that packed its own copy of the head would otherwise keep the old one.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    head = model.get_output_embeddings()
+    tensors, head = dict(weights), model.get_output_embeddings()
     for name, module in model.named_modules():
         if module is head:
-            tensors[f"{name}.weight"] = head.weight.detach().clone()
+            tensors[f"{name}.weight"] = weights[f"{name}.weight"].clone()
     partial = folder / "model.safetensors.partial"
     save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, partial)
     partial.replace(folder / "model.safetensors")
 
 
-def weight_digests(model: Any) -> dict[str, str]:
+def weight_digests(weights: Mapping[str, Tensor]) -> dict[str, str]:
     """sha256 of every tensor's bytes by its name, as vLLM's weight checker computes them."""
     return {
-        name: hashlib.sha256(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
-        for name, tensor in model.state_dict().items()
+        name: hashlib.sha256(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
+        for name, tensor in weights.items()
     }

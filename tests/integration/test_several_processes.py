@@ -9,37 +9,44 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import comparable_metrics
+from conftest import comparable_metrics, write_tiny_config
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_two_processes_train_as_one(grpo_lab: Run, tiny_config: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """Four steps of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    config = write_tiny_config(folder / "tiny.yaml", tiny_model, folder)
+    command = [sys.executable, "-m", "grpo_lab", "train", "--config", str(config), "--method", "grpo"]
+    subprocess.run([*command, "--set", "total_rollouts=32"], cwd=REPOSITORY, check=True, capture_output=True)
+    return folder / "run"
+
+
+@pytest.mark.parametrize("shard", ["false", "true"])
+def test_two_processes_train_as_one(grpo_lab: Run, tiny_config: Path, tmp_path: Path, alone: Path, shard: str) -> None:
     """Two steps as two processes, and two more resumed as one, against four steps of one process."""
     from safetensors.torch import load_file
 
-    arguments = ("train", "--config", tiny_config, "--method", "grpo")
-    alone = grpo_lab(*arguments, "--set", "total_rollouts=32", "--name", "alone")
-    assert alone.returncode == 0, alone.stderr
+    arguments = ("train", "--config", tiny_config, "--method", "grpo", "--set", f"learner.shard={shard}")
     both = grpo_lab(*arguments, "--name", "both", "--processes", "2")
     assert both.returncode == 0, both.stderr
     assert both.stdout.count("step    2/2") == 1, "one process speaks"
     run = tmp_path / "runs/both"
     resumed = grpo_lab("train", "--resume", run, "--set", "total_rollouts=32")
     assert resumed.returncode == 0, resumed.stderr
-    for got, expected in zip(comparable_metrics(run), comparable_metrics(tmp_path / "runs/alone"), strict=True):
+    for got, expected in zip(comparable_metrics(run), comparable_metrics(alone), strict=True):
         assert got == pytest.approx(expected, rel=1e-4, abs=1e-5)
     name = "checkpoints/rollouts_00000032/model.safetensors"
-    expected = load_file(tmp_path / "runs/alone" / name)
+    expected = load_file(alone / name)
     for key, tensor in load_file(run / name).items():
         gap = (
             tensor - expected[key]
         ).abs()  # Adam divides by the gradient's size: where that is rounding, a step is too
         assert gap.mean() < 1e-7 and gap.max() < 1e-4, key
-    evaluations = [
-        json.loads((r / "evaluations/rollouts_00000016.json").read_text()) for r in (run, tmp_path / "runs/alone")
-    ]
+    evaluations = [json.loads((r / "evaluations/rollouts_00000016.json").read_text()) for r in (run, alone)]
     assert evaluations[0]["kl_rao_blackwell"]["mean"] == pytest.approx(
         evaluations[1]["kl_rao_blackwell"]["mean"], abs=1e-5
     )

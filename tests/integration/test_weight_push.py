@@ -33,7 +33,7 @@ for push in range(4):
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * push + index))
             parameter.add_(noise.to(parameter.dtype) * (0.02 if rank else 0.003))
     with tempfile.TemporaryDirectory() as weights:
-        export_weights(learner.policy, Path(weights))
+        export_weights(learner, Path(weights))
         engine.load_weights(Path(weights), push + 1)
         prompt = tuple(range(30, 50))
         completions = engine.generate([GenerationRequest(prompt, s) for s in range(8)], Sampling(24, stop_token_ids=(2,)))
