@@ -26,6 +26,7 @@ FREE_ON_RESUME = {
     "rollout.worker_gpu_memory",
     "rollout.worker_timeout_s",
     "rollout.worker_restarts",
+    "learner.shard",
     "evaluation.enabled",
     "evaluation.bank_dir",
 }

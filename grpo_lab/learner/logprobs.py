@@ -1,14 +1,14 @@
 """Log-probabilities of sampled tokens under a model, [n, C], without the vocabulary-wide log-softmax of a whole batch.
 
 Two layouts of the forward give the same numbers: padded rows, or the prompt once per group with its cache repeated over
-the siblings (gradients flow through the cache). The output head then runs over chunks of tokens, recomputed in backward.
+the siblings (gradients flow through the cache). The output head then runs over chunks of tokens, again in backward.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 from grpo_lab.types import TokenBatch
@@ -38,14 +38,51 @@ def completion_logprobs(model: nn.Module, tokens: TokenBatch, share_prompt: bool
     device = next(model.parameters()).device
     mask = tokens.completion_mask.to(device).bool()
     hidden = completion_hidden(model, tokens, share_prompt)[mask]
-    targets = tokens.completion_ids.to(device)[mask]
     head = model.get_output_embeddings()  # type: ignore[operator]
-    size = _chunk_tokens(head)
-    pieces = [
-        checkpoint(_chunk_logprobs, head, h, t, temperature, use_reentrant=False)
-        for h, t in zip(hidden.split(size), targets.split(size), strict=True)
-    ]
-    return torch.zeros(mask.shape, device=device).masked_scatter(mask, torch.cat(pieces))
+    bias = getattr(head, "bias", None)
+    logprobs = _HeadLogprobs.apply(hidden, head.weight, bias, tokens.completion_ids.to(device)[mask], temperature)
+    return torch.zeros(mask.shape, device=device).masked_scatter(mask, logprobs)
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    """log softmax(h W^T / T)[y] of every token, [n] in fp32, from hidden states [n, H], weight [V, H] and targets y [n].
+
+    The logits of a chunk of tokens exist once, forward and again backward, where d log p_y / d logit_v = (1[v = y] - p_v) / T.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+    ) -> Tensor:
+        norms, picked = [], []
+        size = _chunk_tokens(weight)
+        for h, y in zip(hidden.split(size), targets.split(size), strict=True):
+            logits = _logits(h, weight, bias, temperature)
+            picked.append(logits.gather(1, y.unsqueeze(1)).squeeze(1))
+            largest = logits.amax(dim=1, keepdim=True)
+            norms.append(logits.sub_(largest).exp_().sum(dim=1).log_().add_(largest.squeeze(1)))
+        norm = torch.cat(norms)
+        ctx.save_for_backward(hidden, weight, bias, targets, norm)
+        ctx.temperature = temperature
+        return torch.cat(picked) - norm
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, bias, targets, norm = ctx.saved_tensors
+        to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        to_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
+        for rows in torch.arange(len(hidden), device=hidden.device).split(_chunk_tokens(weight)):
+            h, y, scale = hidden[rows], targets[rows], gradient[rows].unsqueeze(1) / ctx.temperature
+            probs = _logits(h, weight, bias, ctx.temperature).sub_(norm[rows].unsqueeze(1)).exp_()
+            to_logits = probs.mul_(-scale).scatter_add_(1, y.unsqueeze(1), scale).to(h.dtype)
+            if to_hidden is not None:
+                to_hidden[rows] = to_logits @ weight
+            if to_weight is not None:
+                to_weight.addmm_(to_logits.t(), h)
+            if to_bias is not None:
+                to_bias += to_logits.sum(dim=0)
+        return to_hidden, to_weight, to_bias, None, None
 
 
 @torch.no_grad()
@@ -59,7 +96,7 @@ def token_statistics(
     mask = tokens.completion_mask.to(policy_hidden.device).bool()
     targets = tokens.completion_ids.to(policy_hidden.device)[mask]
     columns: list[list[Tensor]] = [[], [], [], []]
-    size = _chunk_tokens(heads[0])
+    size = _chunk_tokens(heads[0].weight)  # type: ignore[arg-type]
     chunks = zip(*(x.split(size) for x in (policy_hidden[mask], ref_hidden[mask], targets)), strict=True)
     for hidden, reference, target in chunks:
         log_pi = torch.log_softmax(heads[0](hidden).float(), dim=-1)
@@ -106,11 +143,10 @@ def _hidden_shared_prompt(model: nn.Module, tokens: TokenBatch, device: torch.de
     return torch.cat([first, rest.last_hidden_state], dim=1)
 
 
-def _chunk_tokens(head: nn.Module) -> int:
-    weight: Tensor = head.weight  # type: ignore[assignment]
+def _chunk_tokens(weight: Tensor) -> int:
     return max(1, CHUNK_LOGITS // weight.shape[0])
 
 
-def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    logits = head(hidden).float() / temperature
-    return logits.gather(1, targets.unsqueeze(1)).squeeze(1) - torch.logsumexp(logits, dim=1)
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+    return logits if temperature == 1 else logits.div_(temperature)

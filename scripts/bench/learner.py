@@ -1,12 +1,12 @@
 """Tokens a second of grpo_lab's learner against a bare loop of transformers and torch, on the same tokens in one process.
 
 Contenders, interleaved round by round:
-  bare          padded rows, full logits, log-softmax, gather; the same clipped loss; backward; clip; fused AdamW
-  bare-lean     the same with logits from the end of the prompt on only
+  bare          rows in their order, padded; full logits, log-softmax, gather; the same clipped loss; backward; clip; fused AdamW
+  bare-sorted   the same with rows sorted by length into grpo_lab's micro-batches, and logits from the prompt's end on only
   padded        grpo_lab with learner.share_prompt=False
   shared        grpo_lab with learner.share_prompt=True, the default
   shared-once   the same with the old log-probs from the update's own forward, as a training with one update a batch does
-All have the same micro-batch budget, rows sorted by length, the same dtype and one update. `annotate` is two passes without
+All have the same micro-batch budget, the same dtype and one update. `annotate` is two passes without
 gradient (policy and reference); the bare loops do the same. Below fp32 only grpo_lab keeps fp32 masters. The gradient's norm
 shows that all compute the same. Useful tokens are the completions'; tokens with prompts count every sibling's prompt,
 however often it was computed. MFU is 2 FLOPs a parameter and token of each forward without gradient and 6 of the update, over
@@ -31,19 +31,19 @@ from grpo_lab.learner.collate import collate, select
 from grpo_lab.learner.packing import count_tokens, plan_microbatches
 from grpo_lab.types import TokenBatch
 
-CONTENDERS = ("bare", "bare-lean", "padded", "shared", "shared-once")
+CONTENDERS = ("bare", "bare-sorted", "padded", "shared", "shared-once")
 
 
 class BareLoop:
     """Policy, frozen reference and AdamW, with nothing of grpo_lab but the batch's tensors."""
 
-    def __init__(self, options: Namespace, lean: bool) -> None:
+    def __init__(self, options: Namespace, tidy: bool) -> None:
         from transformers import AutoModelForCausalLM
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         load = partial(AutoModelForCausalLM.from_pretrained, options.model, dtype=getattr(torch, options.dtype))
         self.policy, self.reference = load().to(device).eval(), load().to(device).eval()
-        self._lean, self._budget, self._device = lean, options.microbatch_tokens, device
+        self._tidy, self._budget, self._device = tidy, options.microbatch_tokens, device
         self._adamw = torch.optim.AdamW(self.policy.parameters(), lr=1e-9, weight_decay=0.0, fused=True)
 
     def step(self, tokens: TokenBatch) -> dict[str, float]:
@@ -56,14 +56,18 @@ class BareLoop:
         return {"annotate": annotate, "update": update, "grad_norm": done["norm"]}
 
     def _parts(self, tokens: TokenBatch) -> list[tuple[torch.Tensor, TokenBatch]]:
-        plan = plan_microbatches(tokens, torch.arange(tokens.num_sequences), self._budget, share_prompt=False)
+        rows = torch.arange(tokens.num_sequences)
+        if self._tidy:
+            plan = plan_microbatches(tokens, rows, self._budget, share_prompt=False)
+        else:
+            plan = list(rows.split(max(1, self._budget // tokens.input_ids.shape[1])))
         return [(rows, select(tokens, rows)) for rows in plan]
 
     @torch.no_grad()
     def _score(self, model: Any, tokens: TokenBatch) -> torch.Tensor:
         scores = torch.zeros(tokens.completion_mask.shape)
         for rows, part in self._parts(tokens):
-            scores[rows, : part.completion_mask.shape[1]] = common.plain_logprobs(model, part, self._lean).cpu()
+            scores[rows, : part.completion_mask.shape[1]] = common.plain_logprobs(model, part, self._tidy).cpu()
         return scores
 
     def _update(self, tokens: TokenBatch, old: torch.Tensor, ref: torch.Tensor) -> float:
@@ -76,7 +80,7 @@ class BareLoop:
         for rows, part in self._parts(tokens):
             columns = part.completion_mask.shape[1]
             scale = advantages[rows].unsqueeze(1).to(self._device)
-            now = common.plain_logprobs(self.policy, part, self._lean)
+            now = common.plain_logprobs(self.policy, part, self._tidy)
             ratios = (now - old[rows, :columns].to(self._device)).exp()
             gain = torch.minimum(ratios * scale, ratios.clamp(0.8, 1.28) * scale) * part.completion_mask.to(
                 self._device
@@ -91,7 +95,7 @@ class BareLoop:
 def contender(name: str, options: Namespace, tokens: TokenBatch) -> Callable[[], dict[str, float]]:
     """A step of the contender `name`, ready to be timed."""
     if name.startswith("bare"):
-        return partial(BareLoop(options, lean=name == "bare-lean").step, tokens)
+        return partial(BareLoop(options, tidy=name == "bare-sorted").step, tokens)
     learner, objective = common.make_learner(
         options.model, options.prompts, options.group_size, options.dtype, options.microbatch_tokens, name != "padded"
     )

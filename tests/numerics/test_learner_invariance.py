@@ -67,6 +67,25 @@ def test_gradient_does_not_depend_on_batching(tiny_model: Path, learner: dict[st
         assert (wanted[name] - got[name]).norm() / size < 1e-5, name
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_head_and_its_gradient(monkeypatch: pytest.MonkeyPatch, temperature: float, with_bias: bool) -> None:
+    """Log-probs from hidden states against torch's own log-softmax and autograd, in chunks of two tokens."""
+    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 2 * 11)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((7, 5), (11, 5), (11,)))
+    targets, pull = torch.randint(11, (7,), generator=generator), torch.randn(7, generator=generator)
+    leaves = [t.requires_grad_() for t in ((hidden, weight, bias) if with_bias else (hidden, weight))]
+    got = logprobs._HeadLogprobs.apply(hidden, weight, bias if with_bias else None, targets, temperature)
+    logits = torch.nn.functional.linear(hidden, weight, bias if with_bias else None) / temperature
+    wanted = torch.log_softmax(logits, dim=1).gather(1, targets.unsqueeze(1)).squeeze(1)
+    assert torch.allclose(got, wanted, atol=1e-6)
+    for one, other in zip(
+        torch.autograd.grad(got @ pull, leaves), torch.autograd.grad(wanted @ pull, leaves), strict=True
+    ):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
 def test_chunks_of_the_vocabulary_change_nothing(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = gradients(tiny_model, make_groups())
     monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 3 * 49152)  # three tokens a chunk
