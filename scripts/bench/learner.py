@@ -1,7 +1,7 @@
 """Tokens a second of grpo_lab's learner against a bare loop of transformers and torch, on the same tokens in one process.
 
 Contenders, interleaved round by round:
-  bare          rows in their order, padded; full logits, log-softmax, gather; the same clipped loss; backward; clip; fused AdamW
+  bare          rows in their order, padded; all logits, log-softmax, gather; the same clipped loss; backward; clip; fused AdamW
   bare-sorted   the same with rows sorted by length into grpo_lab's micro-batches, and logits from the prompt's end on only
   padded        grpo_lab with learner.share_prompt=False
   shared        grpo_lab with learner.share_prompt=True, the default

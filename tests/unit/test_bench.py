@@ -54,7 +54,7 @@ def test_prints_a_table_and_writes_its_numbers(results: dict[str, tuple[str, Any
 def test_the_contenders_compute_one_gradient(results: dict[str, tuple[str, Any]]) -> None:
     samples = results["learner"][1]["data"]["samples"]
     norms = [timed["grad_norm"][0] for timed in samples.values()]
-    assert len(norms) == 4 and norms == pytest.approx([norms[0]] * 4, rel=1e-4) and norms[0] > 0
+    assert len(norms) == 5 and norms == pytest.approx([norms[0]] * 5, rel=1e-4) and norms[0] > 0
 
 
 def test_memory_is_above_nothing(results: dict[str, tuple[str, Any]]) -> None:
