@@ -13,7 +13,7 @@ from grpo_lab.config import Config
 from grpo_lab.learner.collate import select
 from grpo_lab.learner.logprobs import TokenStatistics, completion_hidden, completion_logprobs, token_statistics
 from grpo_lab.learner.model import PolicyModel
-from grpo_lab.learner.packing import Packing, count_tokens, plan_microbatches
+from grpo_lab.learner.packing import Packing, count_tokens, plan_microbatches, together
 from grpo_lab.learner.ranks import Ranks
 from grpo_lab.learner.sharding import inside
 from grpo_lab.types import TokenBatch
@@ -51,10 +51,9 @@ class Forward:
         return [MicroBatch(r, select(tokens, r)) for r in own] + [idle] * (max(map(len, plans)) - len(own))
 
     def plan_groups(self, tokens: TokenBatch) -> list[list[MicroBatch]]:
-        """This rank's micro-batches of all rows, group by group."""
+        """This rank's micro-batches of all rows, in units of whole groups."""
         rows = self.ranks.split(tokens, torch.arange(tokens.num_sequences))[self.ranks.index]
-        groups = tokens.group_ids[rows].unique()
-        return [self._micro_batches(tokens, rows[tokens.group_ids[rows] == group]) for group in groups]
+        return [self._micro_batches(tokens, members) for members in together(tokens, rows, self.budget)]
 
     def fit_together(self, unit: list[MicroBatch]) -> bool:
         """Whether these micro-batches lie within one budget (one alone always may)."""

@@ -84,7 +84,7 @@ class Gradient:
     def with_old_logprobs(self, tokens: TokenBatch, ref_logprobs: Tensor) -> tuple[Tensor, Prepared | None]:
         """The log-probs before the first update, [N, C], and the gradient of this update, from the same forward.
 
-        Where the KL enters the advantages, a group's micro-batches wait for each other; a group over the token budget runs
+        Where the KL enters the advantages, a group's micro-batches wait for each other; groups over the token budget run
         twice. None instead of Prepared: it is not finite.
         """
         self._optimizer.discard_gradients()
@@ -111,13 +111,13 @@ class Gradient:
             current = [self._forward.logprobs(micro) for micro in unit]
         for micro, logprobs in zip(unit, current, strict=True):
             batch.old_logprobs[micro.rows, : logprobs.shape[1]] = logprobs.detach().cpu()
-        rows = torch.cat([micro.rows for micro in unit])
+        rows = torch.cat([micro.rows for micro in unit]).sort().values  # siblings are neighbours again
         part = select(batch.tokens, rows)
         columns = part.completion_mask.shape[1]
         own = TrainBatch(part, batch.old_logprobs[rows, :columns], batch.ref_logprobs[rows, :columns])
         used[rows] = batch_advantages(own, self.objective) if known is None else known[rows]
         inputs = loss_inputs(own, used[rows], self.objective, self.totals(batch.tokens))
-        places = torch.arange(len(rows)).split([len(micro.rows) for micro in unit])
+        places = [torch.searchsorted(rows, micro.rows) for micro in unit]
         if together:
             losses = [self._loss(inputs, *pair) for pair in zip(places, current, strict=True)]
             return self._backward(torch.stack(losses).sum())

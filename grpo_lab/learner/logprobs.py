@@ -33,7 +33,7 @@ class TokenStatistics:
 def completion_logprobs(model: nn.Module, tokens: TokenBatch, share_prompt: bool, temperature: float = 1.0) -> Tensor:
     """log pi(y_t | x, y_<t) of every completion token, [n, C] in fp32, 0 off the mask; differentiable.
 
-    `tokens` must be siblings of one prompt when `share_prompt`. Logits are divided by `temperature` first.
+    Siblings must be neighbours when `share_prompt`. Logits are divided by `temperature` first.
     """
     device = next(model.parameters()).device
     mask = tokens.completion_mask.to(device).bool()
@@ -114,7 +114,7 @@ def completion_hidden(model: nn.Module, tokens: TokenBatch, share_prompt: bool) 
     """Last hidden states that predict each completion token, [n, C, H]."""
     device = next(model.parameters()).device
     if share_prompt:
-        return _hidden_shared_prompt(model, tokens, device)
+        return _hidden_shared_prompts(model, tokens, device)
     decoder = model.get_decoder()  # type: ignore[operator]
     attention_mask = tokens.attention_mask.to(device)
     hidden = decoder(tokens.input_ids.to(device), attention_mask=attention_mask, use_cache=False).last_hidden_state
@@ -122,25 +122,36 @@ def completion_hidden(model: nn.Module, tokens: TokenBatch, share_prompt: bool) 
     return hidden.gather(1, index)
 
 
-def _hidden_shared_prompt(model: nn.Module, tokens: TokenBatch, device: torch.device) -> Tensor:
-    assert (tokens.group_ids == tokens.group_ids[0]).all(), "a shared prompt needs siblings of one group"
+def _hidden_shared_prompts(model: nn.Module, tokens: TokenBatch, device: torch.device) -> Tensor:
+    """Each group's prompt runs once; its cache, repeated over the group's rows, is continued by their completions."""
     decoder = model.get_decoder()  # type: ignore[operator]
-    siblings, prompt_length = tokens.num_sequences, int(tokens.prompt_lengths[0])
-    prompt = decoder(tokens.input_ids[:1, :prompt_length].to(device), past_key_values=DynamicCache(), use_cache=True)
-    first = prompt.last_hidden_state[:, -1:].expand(siblings, -1, -1)
+    _, place, counts = tokens.group_ids.unique_consecutive(return_inverse=True, return_counts=True)
+    leaders = counts.cumsum(dim=0) - counts
+    lengths = tokens.prompt_lengths[leaders]
+    # right of a shorter prompt stand tokens that nothing before them sees, and that are masked from here on
+    prompt = decoder(
+        tokens.input_ids[leaders, : int(lengths.max())].to(device), past_key_values=DynamicCache(), use_cache=True
+    )
+    place = place.to(device)
+    first = prompt.last_hidden_state[torch.arange(len(lengths), device=device), lengths.to(device) - 1]
     if tokens.completion_ids.shape[1] == 1:
-        return first
+        return first[place].unsqueeze(1)
     cache = prompt.past_key_values
-    cache.batch_repeat_interleave(siblings)
-    continued = tokens.completion_mask[:, 1:].long().to(device)
+    if len(set(counts.tolist())) == 1:
+        cache.batch_repeat_interleave(int(counts[0]))
+    else:
+        cache.batch_select_indices(place)
+    continued = tokens.completion_mask[:, 1:].long()
+    starts = tokens.prompt_lengths.unsqueeze(1)
+    seen = torch.arange(int(lengths.max())) < starts
     rest = decoder(
         tokens.completion_ids[:, :-1].to(device),
-        attention_mask=torch.cat([continued.new_ones(siblings, prompt_length), continued], dim=1),
-        position_ids=torch.arange(prompt_length, prompt_length + continued.shape[1], device=device).unsqueeze(0),
+        attention_mask=torch.cat([seen.long(), continued], dim=1).to(device),
+        position_ids=(starts + torch.arange(continued.shape[1])).to(device),
         past_key_values=cache,
         use_cache=True,
     )
-    return torch.cat([first, rest.last_hidden_state], dim=1)
+    return torch.cat([first[place].unsqueeze(1), rest.last_hidden_state], dim=1)
 
 
 def _chunk_tokens(weight: Tensor) -> int:

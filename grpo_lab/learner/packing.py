@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from grpo_lab.types import TokenBatch
 
 _FIXED_COST = 1 / 32  # of a micro-batch, as a share of the token budget: gathering gradients, launching kernels
+_FULL = 3 / 4  # of the budget: as many tokens as groups that share micro-batches may have, padding left out
 
 
 @dataclass(frozen=True)
@@ -20,20 +22,41 @@ class Packing:
 
 
 def plan_microbatches(tokens: TokenBatch, rows: Tensor, budget: int, share_prompt: bool) -> list[Tensor]:
-    """Split `rows` (indices [n]) into micro-batches of at most `budget` tokens, padding and a shared prompt included.
+    """Split `rows` (indices [n]) into micro-batches of at most `budget` tokens, padding and shared prompts included.
 
     Rows of similar length run together, the longest first, such that the tokens run, plus a fixed cost of each micro-batch,
-    are the fewest. With `share_prompt` a micro-batch holds siblings of one prompt, and groups stay in order. A single row
-    may exceed the budget.
+    are the fewest. With `share_prompt` a micro-batch runs each of its prompts once, and only groups that are small beside
+    the budget share one. A single row may exceed the budget.
     """
-    batches = []
-    for members in _groups(tokens, rows) if share_prompt else [rows]:
-        prompts, completions = _lengths(tokens, members)
-        lengths = completions if share_prompt else prompts + completions
-        order = lengths.argsort(descending=True, stable=True)
-        sizes = _split(lengths[order].tolist(), int(prompts[0]) if share_prompt else 0, budget)
-        batches += members[order].split(sizes)
-    return batches
+    sets = together(tokens, rows, budget) if share_prompt else [rows]
+    return [part for members in sets for part in split(tokens, members, budget, share_prompt)]
+
+
+def together(tokens: TokenBatch, rows: Tensor, budget: int) -> list[Tensor]:
+    """`rows` in sets of whole groups, neighbours, each small enough for about one micro-batch, or one group."""
+    sets: list[Tensor] = []
+    size = 0
+    for group in tokens.group_ids[rows].unique():
+        members = rows[tokens.group_ids[rows] == group]
+        real = count_tokens(tokens, members, share_prompt=True).real
+        if sets and size + real <= _FULL * budget:
+            sets[-1] = torch.cat([sets[-1], members])
+            size += real
+        else:
+            sets.append(members)
+            size = real
+    return sets
+
+
+def split(tokens: TokenBatch, rows: Tensor, budget: int, share_prompt: bool) -> list[Tensor]:
+    """The cheapest split of `rows`, sorted by length, into neighbours; those of a group stand together in their part."""
+    prompts, completions = _lengths(tokens, rows)
+    lengths = completions if share_prompt else prompts + completions
+    order = lengths.argsort(descending=True, stable=True)
+    groups = tokens.group_ids[rows][order]
+    owners = list(zip(groups.tolist(), prompts[order].tolist(), strict=True)) if share_prompt else []
+    parts = rows[order].split(_split(lengths[order].tolist(), owners, budget))
+    return [part[tokens.group_ids[part].argsort(stable=True)] for part in parts] if share_prompt else list(parts)
 
 
 def count_tokens(tokens: TokenBatch, rows: Tensor, share_prompt: bool) -> Packing:
@@ -41,13 +64,10 @@ def count_tokens(tokens: TokenBatch, rows: Tensor, share_prompt: bool) -> Packin
     prompts, completions = _lengths(tokens, rows)
     apart = int((prompts + completions).sum())
     if share_prompt:
-        prompt = int(prompts[0])
-        return Packing(prompt + int(completions.sum()), prompt + len(rows) * int(completions.max()), apart)
+        own = dict(zip(tokens.group_ids[rows].tolist(), prompts.tolist(), strict=True)).values()
+        run = len(own) * max(own) + len(rows) * int(completions.max())
+        return Packing(sum(own) + int(completions.sum()), run, apart)
     return Packing(apart, len(rows) * int((prompts + completions).max()), apart)
-
-
-def _groups(tokens: TokenBatch, rows: Tensor) -> Sequence[Tensor]:
-    return [rows[tokens.group_ids[rows] == group] for group in tokens.group_ids[rows].unique()]
 
 
 def _lengths(tokens: TokenBatch, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,13 +75,19 @@ def _lengths(tokens: TokenBatch, rows: Tensor) -> tuple[Tensor, Tensor]:
     return tokens.prompt_lengths[rows], tokens.completion_mask[rows].sum(dim=1).long() - 1
 
 
-def _split(lengths: Sequence[int], prompt: int, budget: int) -> list[int]:
-    """Sizes of neighbouring parts of `lengths` (longest first) that cost the least in sum, each within the budget."""
+def _split(lengths: Sequence[int], owners: Sequence[tuple[int, int]], budget: int) -> list[int]:
+    """Sizes of neighbouring parts of `lengths` (longest first) that cost the least in sum, each within the budget.
+
+    `owners` are each row's group and its prompt's length, which a part pays once a group; empty where rows carry their own.
+    """
     best, starts = [0.0], [0]
     for end in range(1, len(lengths) + 1):
         options = []
+        prompts: dict[int, int] = {}
         for start in reversed(range(end)):
-            run = prompt + (end - start) * lengths[start]
+            if owners:
+                prompts[owners[start][0]] = owners[start][1]
+            run = len(prompts) * max(prompts.values(), default=0) + (end - start) * lengths[start]
             if run > budget and start < end - 1:
                 break
             options.append((best[start] + run + _FIXED_COST * budget, start))

@@ -102,15 +102,17 @@ def test_two_processes_are_one(two_processes: str, tiny_model: Path, name: str) 
     gap = (rank_0["gradient"] - alone["gradient"]).norm()
     assert CASES[name].get("shard") or gap <= (1e-2 if low else 1e-6) * alone["gradient"].norm()
     for key, value in alone["metrics"].items():
+        if "/perf/" in key:  # which rows run together does depend on the split
+            continue
         assert rank_0["metrics"][key] == pytest.approx(value, rel=10 * tolerance, abs=tolerance), key
     start = make_learner(tiny_model, **CASES[name]).weights()
     assert set(rank_0["state"]) == set(alone["state"]) and set(rank_0["saved"]) == set(alone["saved"])
     for key, expected in alone["saved"].items():
         assert rank_0["saved"][key].dtype == expected.dtype
         gap = (rank_0["saved"][key].float() - expected.float()).abs()
-        moved = (expected.float() - start[key].float()).abs().max()
-        if low:
-            assert gap.max() <= 0.2 * moved + 2**-8 * expected.abs().max(), key  # the cast may round the other way
+        moved = (expected.float() - start[key].float()).norm()
+        if low:  # casts round the other way, and Adam takes the sign of gradients that are rounding
+            assert gap.norm() <= 0.2 * moved + 2**-9 * expected.float().norm(), key
         else:  # Adam divides by the gradient's size: where that is rounding, so is the step
             assert gap.mean() < 1e-7 and gap.max() < 1e-4, key
     assert rank_0["metrics"]["0/policy/grad_norm"] > 0

@@ -56,8 +56,19 @@ def test_every_row_once_within_the_budget(share_prompt: bool) -> None:
     assert sorted(torch.cat(plan).tolist()) == rows.tolist()
     for part in plan:
         assert count_tokens(tokens, part, share_prompt).run <= 200 or len(part) == 1
-        assert not share_prompt or len(set(tokens.group_ids[part].tolist())) == 1
+        groups = tokens.group_ids[part]
+        assert not share_prompt or len(groups.unique_consecutive()) == len(groups.unique()), "siblings are neighbours"
     assert plan_microbatches(tokens, rows[:0], 200, share_prompt) == []
+
+
+def test_small_groups_share_a_micro_batch_and_large_ones_do_not() -> None:
+    tokens = batch([[9, 5], [8, 6], [9, 4]], [10, 12, 11])
+    everything = torch.arange(6)
+    assert len(plan_microbatches(tokens, everything, 1000, share_prompt=True)) == 1
+    packing = count_tokens(tokens, everything, share_prompt=True)
+    assert (packing.real, packing.run) == (10 + 12 + 11 + 41 - 6, 3 * 12 + 6 * 8)
+    apart = plan_microbatches(tokens, everything, 30, share_prompt=True)
+    assert all(len(set(tokens.group_ids[part].tolist())) == 1 for part in apart)
 
 
 def test_counts() -> None:
