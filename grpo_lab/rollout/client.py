@@ -198,4 +198,6 @@ def _reason(answer: httpx.Response) -> str:
         text = error["message"] if isinstance(error, dict) else body.get("detail") or error
     except (ValueError, KeyError, AttributeError):
         text = answer.text
+    if "not JSON compliant" in str(text):  # how the server puts NaN
+        return "its log-probs are not finite: the weights it holds are broken"
     return f"{answer.status_code} {' '.join(str(text).split())[:300]}"

@@ -17,7 +17,7 @@ from grpo_lab.errors import ConfigError
 from grpo_lab.rollout import guard
 
 STOP_S = guard.GRACE_S + 5
-_FAILURES = re.compile(r"(?:[A-Za-z]*(?:Error|Exception|Exit)\b: .+|error: .+|out of memory.+)")
+_FAILURES = re.compile(r"(?:[A-Za-z]*(?:Error|Exception|Exit)\b: .+|error: .+|Value error, [^.\[]+|out of memory.+)")
 _LONGEST_SOCKET = 100  # bytes of a Unix socket's path that every system takes
 _NOT_THE_CAUSE = "See root cause above"
 

@@ -215,6 +215,11 @@ def test_the_last_error_is_the_last_line_that_tells_of_one(log: Log) -> None:
     lines = ["(EngineCore pid=7) ValueError: first", "torch.OutOfMemoryError: CUDA   out of memory.", "INFO: bye"]
     assert last_error(log, *lines) == "OutOfMemoryError: CUDA out of memory."
     assert last_error(log, "vllm: error: unrecognized arguments: --x") == "error: unrecognized arguments: --x"
+    lines = [
+        "pydantic.ValidationError: 1 validation error for ModelConfig",
+        "  Value error, too long. Or [type=value_error]",
+    ]
+    assert last_error(log, *lines) == "Value error, too long"
 
 
 def test_a_log_without_an_error_has_no_last_one(log: Log) -> None:

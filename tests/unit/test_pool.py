@@ -1180,3 +1180,8 @@ def test_a_restart_that_fails_unexpectedly_fails_the_run(tmp_path: Path) -> None
                 await asyncio.wait_for(pool.generate(requests(), SAMPLING), 1.5)
 
     run(scenario())
+
+
+def test_numbers_that_are_none_are_told_as_such() -> None:
+    answer = httpx.Response(400, json={"error": {"message": "Out of range float values are not JSON compliant"}})
+    assert client_module._reason(answer).startswith("its log-probs are not finite")
