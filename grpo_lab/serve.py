@@ -34,6 +34,7 @@ def serve(config: Config, host: str, port: int) -> NoReturn:
     console.say(
         f"worker     {config.model.name}, {config.model.dtype}, up to {spec.max_model_len} tokens; Ctrl-C stops it"
     )
-    console.say(f"attach     grpo-lab train ... --set 'rollout.urls=[http://{name}:{port}]'")
+    console.say(f"attach     once http://{name}:{port}/health answers (half a minute on a CPU):")
+    console.say(f"           grpo-lab train ... --set 'rollout.urls=[http://{name}:{port}]'")
     command = server_command(command_line(server_options(spec)), ["--host", host, "--port", str(port)])
     os.execvpe(command[0], command, server_environment(config.model.lora_rank > 0, {}))

@@ -52,8 +52,9 @@ def test_two_processes_train_as_one(grpo_lab: Run, tiny_config: Path, tmp_path: 
     )
 
 
-def test_refused_in_one_line(grpo_lab: Run, tiny_config: Path, tmp_path: Path) -> None:
-    refused = grpo_lab("train", "--config", tiny_config, "--set", "rollout.engine=vllm", "--processes", "2")
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_refused_in_one_line(grpo_lab: Run, tiny_config: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
+    refused = grpo_lab("train", "--config", tiny_config, "--set", "rollout.engine=vllm", "--processes", "2", *more)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "rollout.workers=1" in refused.stderr
     assert not (tmp_path / "runs").exists()
 
