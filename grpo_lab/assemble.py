@@ -94,13 +94,13 @@ class Parts:
         shutil.rmtree(self.weights_dir, ignore_errors=True)
 
 
-def check(config: Config, processes: int | None = None) -> Objective:
+def check(config: Config, processes: int = 1) -> Objective:
     """What can be refused before anything loads: axes, gate, the names of engine and task, a local model's folder.
 
-    `processes` of the learner; as the launcher says when absent.
+    `processes` of the learner, or as many as a launcher has started.
     """
     objective = resolve(config)
-    _check_rollout(config, processes or int(os.environ.get("WORLD_SIZE", "1")))
+    _check_rollout(config, max(processes, int(os.environ.get("WORLD_SIZE", "1"))))
     build_gate(objective.gate, objective.gate_options, objective.level)
     find_engine(config.rollout.engine_name)
     find_task(config.data.task)

@@ -54,7 +54,7 @@ def train(
 
         if not resume:
             RunDir.refuse_existing(loaded)
-        objective = check(loaded, max(processes, int(os.environ.get("WORLD_SIZE", "1"))))
+        objective = check(loaded, processes)
         check_data(loaded)
         print_dry_run(Console(), loaded, objective)
         return

@@ -10,9 +10,8 @@ from torch import Tensor
 from grpo_lab.errors import ConfigError
 from grpo_lab.learner.collate import collate
 from grpo_lab.objective.advantages import batch_advantages
-from grpo_lab.objective.aggregate import BatchTotals
 from grpo_lab.objective.axes import Objective
-from grpo_lab.objective.loss import LossInputs, loss_inputs, trained_mask
+from grpo_lab.objective.loss import LossInputs, batch_totals, loss_inputs
 from grpo_lab.records import TOKEN_COLUMNS, read_groups, read_token_columns
 from grpo_lab.run_dir import RunDir
 from grpo_lab.types import TrainBatch
@@ -28,8 +27,7 @@ class RecordedStep:
 
     def inputs(self, objective: Objective) -> LossInputs:
         """What `objective` makes of this batch: its advantages, weights and corrections, whatever the run itself used."""
-        tokens = float(trained_mask(self.batch.tokens, objective).sum())
-        totals = BatchTotals(self.batch.tokens.num_sequences, tokens)
+        totals = batch_totals(self.batch.tokens, objective)
         return loss_inputs(self.batch, batch_advantages(self.batch, objective), objective, totals)
 
 

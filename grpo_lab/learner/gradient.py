@@ -18,7 +18,7 @@ from grpo_lab.objective.advantages import batch_advantages
 from grpo_lab.objective.aggregate import BatchTotals
 from grpo_lab.objective.axes import Objective
 from grpo_lab.objective.gates import build_gate
-from grpo_lab.objective.loss import LossInputs, loss_inputs, policy_loss, trained_mask
+from grpo_lab.objective.loss import LossInputs, batch_totals, loss_inputs, policy_loss
 from grpo_lab.types import TokenBatch, TrainBatch
 
 
@@ -75,12 +75,6 @@ class Gradient:
         alone = not self._forward.policy.is_sharded or self.objective.kl != "reward"
         return alone and self.objective.advantage != "batch_zscore" and self.objective.correction != "m2po"
 
-    def totals(self, tokens: TokenBatch, rows: Tensor | None = None) -> BatchTotals:
-        """What the loss of the mini-batch `rows` (default: all) is normalised over."""
-        mask = trained_mask(tokens, self.objective)
-        mask = mask if rows is None else mask[rows]
-        return BatchTotals(len(mask), int(mask.sum()))
-
     def with_old_logprobs(self, tokens: TokenBatch, ref_logprobs: Tensor) -> tuple[Tensor, Prepared | None]:
         """The log-probs before the first update, [N, C], and the gradient of this update, from the same forward.
 
@@ -91,9 +85,9 @@ class Gradient:
         batch = TrainBatch(tokens, torch.zeros_like(ref_logprobs), ref_logprobs)
         in_reward = self.objective.kl == "reward"
         known = None if in_reward else batch_advantages(batch, self.objective)
-        loss, used = 0.0, torch.zeros(tokens.num_sequences)
+        loss, used, totals = 0.0, torch.zeros(tokens.num_sequences), batch_totals(tokens, self.objective)
         for unit in self._forward.plan_groups(tokens) if in_reward else [[m] for m in self._forward.plan(tokens)]:
-            loss += self._unit(unit, batch, known, used)
+            loss += self._unit(unit, batch, known, used, totals)
         self._sum_gradients()
         prepared = Prepared(self._ranks.sum(used), float(self._ranks.sum(torch.tensor(loss, dtype=torch.float64))))
         finite = self._is_finite(prepared.loss)
@@ -101,7 +95,9 @@ class Gradient:
             self._optimizer.discard_gradients()
         return self._ranks.sum(batch.old_logprobs), prepared if finite else None
 
-    def _unit(self, unit: list[MicroBatch], batch: TrainBatch, known: Tensor | None, used: Tensor) -> float:
+    def _unit(
+        self, unit: list[MicroBatch], batch: TrainBatch, known: Tensor | None, used: Tensor, totals: BatchTotals
+    ) -> float:
         """Log-probs of micro-batches, into `batch`, then their gradient; returns the loss.
 
         `known` are the advantages where they do not wait for log-probs; `used` receives those taken.
@@ -116,7 +112,7 @@ class Gradient:
         columns = part.completion_mask.shape[1]
         own = TrainBatch(part, batch.old_logprobs[rows, :columns], batch.ref_logprobs[rows, :columns])
         used[rows] = batch_advantages(own, self.objective) if known is None else known[rows]
-        inputs = loss_inputs(own, used[rows], self.objective, self.totals(batch.tokens))
+        inputs = loss_inputs(own, used[rows], self.objective, totals)
         places = [torch.searchsorted(rows, micro.rows) for micro in unit]
         if together:
             losses = [self._loss(inputs, *pair) for pair in zip(places, current, strict=True)]
@@ -125,7 +121,7 @@ class Gradient:
         return sum(self._backward(self._loss(inputs, place, self._forward.logprobs(micro))) for place, micro in again)
 
     def _accumulate(self, batch: TrainBatch, advantages: Tensor, rows: Tensor, trained: Tensor) -> float:
-        inputs = loss_inputs(batch, advantages, self.objective, self.totals(batch.tokens, rows))
+        inputs = loss_inputs(batch, advantages, self.objective, batch_totals(batch.tokens, self.objective, rows))
         loss, current = 0.0, torch.zeros_like(trained)
         for micro in self._forward.plan(batch.tokens, rows):
             logprobs = self._forward.logprobs(micro)

@@ -18,7 +18,7 @@ from grpo_lab.learner.optimizer import LearnerState, PolicyOptimizer
 from grpo_lab.learner.precision import MasterWeights, first_masters
 from grpo_lab.learner.ranks import Ranks, on_every_rank
 from grpo_lab.objective.axes import Objective
-from grpo_lab.objective.loss import loss_inputs
+from grpo_lab.objective.loss import batch_totals, loss_inputs
 from grpo_lab.objective.record import correction_record, gate_record
 from grpo_lab.seeding import derive_seed
 from grpo_lab.types import Completion, Grade, Problem, RolloutGroup, TokenBatch, TrainBatch, UpdateReport
@@ -124,7 +124,7 @@ class Learner:
                     loss = self.gradient.of(batch, advantages, rows, trained, step)
                 for key, value in {"loss": loss, **self.optimizer.step()}.items():
                     totals[key] += value / (settings.passes * settings.mini_batches)
-        inputs = loss_inputs(batch, advantages, objective, self.gradient.totals(batch.tokens))
+        inputs = loss_inputs(batch, advantages, objective, batch_totals(batch.tokens, objective))
         metrics = {
             **totals,
             "policy/learning_rate": self.optimizer.learning_rate,

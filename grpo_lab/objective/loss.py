@@ -70,6 +70,13 @@ def trained_mask(tokens: TokenBatch, objective: Objective) -> Tensor:
     return mask * ~tokens.truncated.unsqueeze(1) if objective.mask_truncated else mask
 
 
+def batch_totals(tokens: TokenBatch, objective: Objective, rows: Tensor | None = None) -> BatchTotals:
+    """What the loss of the mini-batch `rows` (default: all) is normalised over."""
+    mask = trained_mask(tokens, objective)
+    mask = mask if rows is None else mask[rows]
+    return BatchTotals(len(mask), int(mask.sum()))
+
+
 def policy_loss(logprobs: Tensor, inputs: LossInputs, objective: Objective, gate: GateProtocol) -> Tensor:
     """Scalar loss (a share of the global batch's) of the learner's current log-probs [n, C], which carry the gradient.
 

@@ -101,6 +101,8 @@ def test_two_processes_are_one(two_processes: str, tiny_model: Path, name: str) 
         assert torch.allclose(rank_0[key], alone[key], atol=tolerance), key
     gap = (rank_0["gradient"] - alone["gradient"]).norm()
     assert CASES[name].get("shard") or gap <= (1e-2 if low else 1e-6) * alone["gradient"].norm()
+    one_update = CASES[name].get("passes", 1) * CASES[name].get("mini_batches", 1) == 1
+    assert bool(alone["gradient"].any()) == one_update
     for key, value in alone["metrics"].items():
         if "/perf/" in key:  # which rows run together does depend on the split
             continue
