@@ -192,7 +192,8 @@ def _engine_line(config: Config) -> str:
     if rollout.max_staleness == 0:
         return f"vLLM workers: {workers}; with the newest weights (max_staleness 0)"
     return (
-        f"vLLM workers: {workers}; sampled while the learner trains, at most {rollout.max_staleness} pushes behind; "
+        f"vLLM workers: {workers}; sampled while the learner trains, at most {rollout.max_staleness} "
+        f"push{'es' if rollout.max_staleness > 1 else ''} behind; "
         f"in flight at a push: {rollout.in_flight}"
     )
 

@@ -22,7 +22,7 @@ for ((i = 0; i < COUNT; i++)); do
     pids+=($!)
     urls+=("http://$(hostname):$port")
 done
-echo "workers    $COUNT starting; each is up when its /health answers; logs in $PWD/worker-PORT.log; Ctrl-C stops them"
+echo "workers    $COUNT starting; $PWD/worker-PORT.log says when each is up; Ctrl-C stops them"
 echo "attach     grpo-lab train --config $CONFIG --set 'rollout.urls=[$(IFS=,; echo "${urls[*]}")]' --set rollout.weights_dir=SHARED_FOLDER"
 wait -n || true
 echo "a worker ended; see its log" >&2

@@ -36,6 +36,7 @@ class Crew:
         self.busy = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._failure: RunError | None = None
+        self._begun = False
         self._background: set[asyncio.Task[None]] = set()
 
     @property
@@ -68,6 +69,7 @@ class Crew:
             raise errors.exceptions[0] from None
         if self._failure:
             raise self._failure
+        self._begun = True
         for worker in self._workers:
             self._in_background(self._watch(worker))
 
@@ -76,10 +78,7 @@ class Crew:
             if worker.server:
                 await worker.launch()
             else:
-                await worker.check()
-                held = await worker.api.max_model_len()
-                if held < longest:
-                    raise WorkerError(f"takes sequences of {held} tokens, this run needs {longest}")
+                await worker.attach(longest, self.say)
             await self._catch_up(worker)
         except WorkerError as error:
             if worker.server:
@@ -188,5 +187,6 @@ class Crew:
             self.say(f"warning    rollout {worker.name} {reason}: dropped, {left} left")
         else:
             log = f"; its output is in {worker.server.log}" if worker.server and "output is in" not in reason else ""
-            self._failure = self._failure or RunError(f"no rollout worker is left: {worker.name} {reason}{log}")
+            none = "no rollout worker is left" if self._begun else "no rollout worker can be used"
+            self._failure = self._failure or RunError(f"{none}: {worker.name} {reason}{log}")
         await self._announce()

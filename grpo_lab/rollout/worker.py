@@ -17,6 +17,7 @@ from grpo_lab.types import Canary, Completion, GenerationRequest, Sampling
 
 START_S = 900.0
 GOODBYE_S = 3.0
+_AGAIN_S = 1.0  # between two looks at a server that is not up yet
 _NOT_FOUND = 404
 _CANARY_SEED, _CANARY_TOKENS = 0, 16
 RELOAD_S = 900.0  # of a large model from a shared file system
@@ -83,6 +84,27 @@ class Worker:
         await asyncio.to_thread(self.server.stop, True)
         raise WorkerError(f"could not start: {reason}; its output is in {self.server.log}")
 
+    async def attach(self, longest: int, say: Callable[[str], None]) -> None:
+        """Wait until a server that was started elsewhere answers, for the timeout at most.
+
+        WorkerError when it does not, is no server for rollouts, or takes sequences shorter than `longest` tokens.
+        """
+        start, told = time.monotonic(), False
+        while True:
+            try:
+                await self.check()
+                break
+            except WorkerError as error:
+                if error.status or time.monotonic() - start + _AGAIN_S > self._timeout:
+                    raise
+                if not told:
+                    say(f"workers    {self.name} {error}; waiting for it, {self._timeout:g} s at most")
+                told = True
+            await asyncio.sleep(_AGAIN_S)
+        held = await self.api.max_model_len()
+        if held < longest:
+            raise WorkerError(f"takes sequences of {held} tokens, this run needs {longest}")
+
     async def check(self) -> None:
         """Raise WorkerError unless the engine itself answers in time."""
         if self.server is not None and not self.server.is_running:
@@ -91,8 +113,9 @@ class Worker:
             await self.api.version(self._timeout)
         except WorkerError as error:
             if error.refused:
-                raise WorkerError(f"is no server for rollouts ({error}): start it with `grpo-lab worker`") from None
-            raise WorkerError(f"does not answer ({error})") from None
+                reason = f"is no server for rollouts ({error}): start it with `grpo-lab worker`"
+                raise WorkerError(reason, error.status) from None
+            raise WorkerError(f"does not answer ({error})", error.status) from None
 
     async def let_go(self) -> None:
         """Leave an attached server as others can use it: running, without this run's idle adapters."""

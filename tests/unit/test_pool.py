@@ -7,6 +7,7 @@ import shutil
 import signal
 import ssl
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from stand_in_server import GENERATE, StandIn, digest
 from grpo_lab.config import ModelConfig, RolloutConfig
 from grpo_lab.errors import RunError
 from grpo_lab.rollout import client as client_module
-from grpo_lab.rollout import crew
+from grpo_lab.rollout import crew, worker
 from grpo_lab.rollout.checksums import comparable, differing
 from grpo_lab.rollout.client import WorkerClient
 from grpo_lab.rollout.engines import EngineSpec
@@ -64,6 +65,7 @@ def canary(version: int, value: float, **digests: str) -> Canary:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Watch often; and no certificates, which would be read twice for every client though none is used here."""
     monkeypatch.setattr(crew, "_BEAT_S", 0.1)
+    monkeypatch.setattr(worker, "_AGAIN_S", 0.1)
     monkeypatch.setattr("httpx._transports.default.create_ssl_context", lambda **_: ssl.SSLContext())
 
 
@@ -575,11 +577,40 @@ def test_a_run_starts_with_the_attached_servers_that_answer(stand_in: Callable[.
     dead.stop()
 
     async def scenario() -> None:
-        async with pool_of(dead, alive) as (pool, lines):
+        async with pool_of(dead, alive, worker_timeout_s=1) as (pool, lines):
             assert "stand-in 0 does not answer" in warnings(lines)[0]
             assert_answers(await pool.generate(requests(), SAMPLING), requests(), 0)
 
     run(scenario())
+
+
+def test_a_run_waits_for_an_attached_server_that_is_not_up_yet(stand_in: Callable[..., StandIn]) -> None:
+    late = stand_in()
+    late.stop()
+    port = int(late.url.rpartition(":")[2])
+    up: list[StandIn] = []
+    start = threading.Timer(0.5, lambda: up.append(StandIn(address=port)))
+
+    async def scenario() -> None:
+        start.start()
+        async with pool_of(late) as (pool, lines):
+            assert "waiting for it" in lines[0] and "1 of 1 up" in lines[-1] and not warnings(lines)
+            assert_answers(await pool.generate(requests(), SAMPLING), requests(), 0)
+
+    run(scenario())
+    up[0].stop()
+
+
+def test_no_attached_server_that_ever_answered_says_so(stand_in: Callable[..., StandIn]) -> None:
+    dead = stand_in()
+    dead.stop()
+
+    async def alone() -> None:
+        async with pool_of(dead, worker_timeout_s=0.5):
+            pass
+
+    with pytest.raises(RunError, match="no rollout worker can be used: stand-in 0 does not answer"):
+        run(alone())
 
 
 def test_an_attached_server_that_is_not_for_rollouts_says_what_to_start(stand_in: Callable[..., StandIn]) -> None:
