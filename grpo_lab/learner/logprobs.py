@@ -4,6 +4,7 @@ Two layouts of the forward give the same numbers: padded rows, or the prompt onc
 the siblings (gradients flow through the cache). The output head then runs over chunks of tokens, again in backward.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import DynamicCache
 from grpo_lab.types import TokenBatch
 
 CHUNK_LOGITS = 2**26  # of one chunk, tokens x vocabulary: peak memory is the same for every vocabulary
+_CACHED_LOGITS = 2**19  # of the rows that a CPU works on at a time, so that they stay in its cache
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,11 @@ class _HeadLogprobs(torch.autograd.Function):
         norms, picked = [], []
         size = _chunk_tokens(weight)
         for h, y in zip(hidden.split(size), targets.split(size), strict=True):
-            logits = _logits(h, weight, bias, temperature)
-            picked.append(logits.gather(1, y.unsqueeze(1)).squeeze(1))
-            largest = logits.amax(dim=1, keepdim=True)
-            norms.append(logits.sub_(largest).exp_().sum(dim=1).log_().add_(largest.squeeze(1)))
+            for logits, labels in _in_cache(torch.nn.functional.linear(h, weight, bias), y):
+                scaled = _scaled(logits, temperature)
+                picked.append(scaled.gather(1, labels.unsqueeze(1)).squeeze(1))
+                largest = scaled.amax(dim=1, keepdim=True)
+                norms.append(scaled.sub_(largest).exp_().sum(dim=1).log_().add_(largest.squeeze(1)))
         norm = torch.cat(norms)
         ctx.save_for_backward(hidden, weight, bias, targets, norm)
         ctx.temperature = temperature
@@ -73,9 +76,12 @@ class _HeadLogprobs(torch.autograd.Function):
         to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         to_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         for rows in torch.arange(len(hidden), device=hidden.device).split(_chunk_tokens(weight)):
-            h, y, scale = hidden[rows], targets[rows], gradient[rows].unsqueeze(1) / ctx.temperature
-            probs = _logits(h, weight, bias, ctx.temperature).sub_(norm[rows].unsqueeze(1)).exp_()
-            to_logits = probs.mul_(-scale).scatter_add_(1, y.unsqueeze(1), scale).to(h.dtype)
+            h = hidden[rows]
+            to_logits = torch.nn.functional.linear(h, weight, bias)
+            scale = gradient[rows].unsqueeze(1) / ctx.temperature
+            for logits, y, z, g in _in_cache(to_logits, targets[rows].unsqueeze(1), norm[rows].unsqueeze(1), scale):
+                probs = _scaled(logits, ctx.temperature).sub_(z).exp_()
+                logits.copy_(probs.mul_(-g).scatter_add_(1, y, g))
             if to_hidden is not None:
                 to_hidden[rows] = to_logits @ weight
             if to_weight is not None:
@@ -95,19 +101,33 @@ def token_statistics(
     """
     mask = tokens.completion_mask.to(policy_hidden.device).bool()
     targets = tokens.completion_ids.to(policy_hidden.device)[mask]
-    columns: list[list[Tensor]] = [[], [], [], []]
+    rows = []
     size = _chunk_tokens(heads[0].weight)  # type: ignore[arg-type]
     chunks = zip(*(x.split(size) for x in (policy_hidden[mask], ref_hidden[mask], targets)), strict=True)
     for hidden, reference, target in chunks:
-        log_pi = torch.log_softmax(heads[0](hidden).float(), dim=-1)
-        log_ref = torch.log_softmax(heads[1](reference).float(), dim=-1)
-        pi = log_pi.exp()
-        columns[0].append(log_pi.gather(1, target.unsqueeze(1)).squeeze(1))
-        columns[1].append(log_ref.gather(1, target.unsqueeze(1)).squeeze(1))
-        columns[2].append((pi * (log_pi - log_ref)).sum(dim=1))
-        columns[3].append(-(pi * log_pi).sum(dim=1))
+        rows += [_compare(*block) for block in _in_cache(heads[0](hidden), heads[1](reference), target.unsqueeze(1))]
+    found = torch.cat(rows, dim=1)
     blank = torch.zeros(mask.shape, device=mask.device)
-    return TokenStatistics(*(blank.masked_scatter(mask, torch.cat(column)).cpu() for column in columns))
+    return TokenStatistics(*(blank.masked_scatter(mask, column).cpu() for column in found))
+
+
+def _compare(logits: Tensor, ref_logits: Tensor, targets: Tensor) -> Tensor:
+    """The four rows of TokenStatistics, [4, n], from logits [n, V], which are used up, and targets [n, 1].
+
+    With a, b the logits below their largest and Z the sums of their exponentials: log p = a - log Z_a, the entropy is
+    log Z_a - E_p[a], and the KL is E_p[a - b] - (log Z_a - log Z_b).
+    """
+    policy, reference = (_scaled(x, 1.0) for x in (logits, ref_logits))
+    for below in (policy, reference):
+        below.sub_(below.amax(dim=1, keepdim=True))
+    picked = policy.gather(1, targets).squeeze(1), reference.gather(1, targets).squeeze(1)
+    probs = policy.exp()
+    total = probs.sum(dim=1)
+    norm = total.log()
+    mean = torch.linalg.vecdot(probs, policy) / total
+    shift = torch.linalg.vecdot(probs, policy.sub_(reference)) / total
+    ref_norm = reference.exp_().sum(dim=1).log_()
+    return torch.stack([picked[0] - norm, picked[1] - ref_norm, shift - (norm - ref_norm), norm - mean])
 
 
 def completion_hidden(model: nn.Module, tokens: TokenBatch, share_prompt: bool) -> Tensor:
@@ -158,6 +178,13 @@ def _chunk_tokens(weight: Tensor) -> int:
     return max(1, CHUNK_LOGITS // weight.shape[0])
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+def _in_cache(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of neighbouring rows of all: few enough on a CPU for pass after pass to find them in its cache."""
+    rows = max(1, _CACHED_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
+    return zip(*(x.split(rows) for x in (logits, *others)), strict=True)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """In fp32, over the temperature; in place where they are fp32 already."""
+    logits = logits.float()
     return logits if temperature == 1 else logits.div_(temperature)
