@@ -119,7 +119,7 @@ class Console:
                 self.say(f"figure       {figure}")
         if stopped:
             self.say(
-                f"stopped by {stopped} after a whole step; saved. Continue with: grpo-lab train --resume {run.path}"
+                f"stopped by {stopped}; every whole step is saved. Continue with: grpo-lab train --resume {run.path}"
             )
 
     def close(self) -> None:

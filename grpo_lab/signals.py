@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C ask a run to finish its step and save; asked twice, it exits at once.
+"""SIGTERM, SIGUSR1 and Ctrl-C ask a run to save and end, while it samples at once, else after its step; asked twice, it exits.
 
 Under a launcher one Ctrl-C arrives twice, from the terminal and passed on by the launcher: the echo does not count.
 """
@@ -15,15 +15,31 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _LAUNCHED, _ECHO_S = "TORCHELASTIC_RUN_ID", 3.0
 
 
+class Interrupted(BaseException):
+    """A stop signal came where the work at hand can be given up. No Exception: nothing on its way takes it for a failure."""
+
+
 @dataclass
 class StopRequest:
     """Whether somebody asked the run to stop, and by which signal."""
 
     name: str = ""
     since: float = 0.0
+    interrupting: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.name)
+
+    @contextmanager
+    def interrupts(self) -> Iterator[None]:
+        """Inside, in the main thread, a stop signal raises Interrupted; so does entering after one has come."""
+        if self:
+            raise Interrupted
+        self.interrupting = True
+        try:
+            yield
+        finally:
+            self.interrupting = False
 
 
 @contextmanager
@@ -38,10 +54,11 @@ def stop_signals() -> Iterator[StopRequest]:
             os.write(2, b"stopped at once; the newest complete checkpoint is unharmed\n")
             os._exit(130)
         request.name, request.since = signal.Signals(number).name, time.monotonic()
-        os.write(
-            2,
-            f"\n{request.name}: finishing this step, then saving (it can take minutes); once more exits at once\n".encode(),
-        )
+        what = "saving" if request.interrupting else "finishing this step, then saving (it can take minutes)"
+        os.write(2, f"\n{request.name}: {what}; once more exits at once\n".encode())
+        if request.interrupting:
+            request.interrupting = False
+            raise Interrupted
 
     previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -16,6 +17,7 @@ from grpo_lab.console import Console
 from grpo_lab.errors import ConfigError, RunError
 from grpo_lab.evaluation.bank import ReferenceBank, run_bank
 from grpo_lab.evaluation.report import draw_run, evaluate_run, evaluation_table, is_evaluated, sample
+from grpo_lab.health import Health
 from grpo_lab.learner.checkpoint import Checkpoint, Progress, newest_checkpoint, save_checkpoint
 from grpo_lab.learner.collate import collate
 from grpo_lab.learner.gradient import NonFiniteError
@@ -25,10 +27,8 @@ from grpo_lab.objective.advantages import batch_advantages
 from grpo_lab.records import token_columns
 from grpo_lab.rollout.ahead import BatchesAhead
 from grpo_lab.run_dir import RunDir
-from grpo_lab.signals import stop_signals
+from grpo_lab.signals import Interrupted, StopRequest, stop_signals
 from grpo_lab.tracking import Tracker
-
-_KL_TOLERANCE = 0.05  # nats; a sampled KL this little below zero is rounding, whatever its error says
 
 
 def train(config: Config, console: Console, resume: RunDir | None = None) -> RunDir | None:
@@ -75,50 +75,86 @@ def _lead(config: Config, console: Console, resume: RunDir | None, ranks: Ranks)
     return run
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What the loop works with."""
+
+    parts: Parts
+    run: RunDir
+    console: Console
+    tracker: Tracker
+    sampler: BatchesAhead[StepGroups]
+    health: Health
+    stop: StopRequest
+
+
 def _loop(parts: Parts, run: RunDir, progress: Progress, console: Console, tracker: Tracker) -> str:
-    """Steps and evaluations until the end or a stop signal; returns the signal's name, "" at the end."""
+    """Steps and evaluations until the end or a stop signal; returns the signal's name, "" at the end.
+
+    A signal that comes while completions are sampled ends it at once: nothing has been learnt from them yet, and the resumed
+    run samples them again. At any other time the step is finished first.
+    """
     config = parts.config
-    last = newest_checkpoint(run.checkpoints)
     steps = config.total_rollouts // config.rollouts_per_step
     sampler = BatchesAhead(lambda step: collect_step(parts, step), config.rollout.max_staleness, steps)
     with stop_signals() as stop, sampler:
-        if progress.step == 0:  # the policy is the reference: the bank is drawn from weights that have been proven
-            parts.push_weights(0)
-        bank = _bank(parts, run, console) if config.evaluation.enabled else None
-        if progress.step > 0:
-            parts.push_weights(progress.step)
-        sampler.allow(progress.step)
-        while True:
-            if bank and not stop and _is_milestone(config, progress) and not is_evaluated(run, progress.rollouts):
-                console.say(f"evaluating at {progress.rollouts:,} rollouts")
-                groups = bank.groups if progress.rollouts == 0 else sample(parts)  # at 0 the policy is the reference
-                if stop:  # asked to stop while sampling: the resumed run evaluates
+        job = _Job(parts, run, console, tracker, sampler, Health(config, run.read_metrics()), stop)
+        try:
+            bank = _begin(job, progress)
+            sampler.allow(progress.step)
+            while True:
+                if bank and _is_milestone(config, progress) and not is_evaluated(run, progress.rollouts):
+                    _evaluate(job, progress, bank)
+                if progress.rollouts >= config.total_rollouts:
                     break
-                evaluation = evaluate_run(parts, run, bank, groups, progress.rollouts)
-                console.evaluation(evaluation)
-                tracker.log(evaluation.flat(), progress.rollouts)
-            if progress.rollouts >= config.total_rollouts or stop:
-                break
-            try:
-                progress, metrics = _step(parts, run, progress, console, sampler)
-            except NonFiniteError as error:
-                raise RunError(f"{error}; last good checkpoint: {last.folder if last else 'none yet'}") from None
-            run.append_metrics(metrics)
-            tracker.log(metrics, progress.rollouts)
-            console.step(metrics)
-            if _is_milestone(config, progress) or stop:
-                last = save_checkpoint(run.checkpoints, parts.learner, parts.tokenizer, progress)
+                progress, metrics = _step(job, progress)
+                run.append_metrics(metrics)
+                tracker.log(metrics, progress.rollouts)
+                console.step(metrics)
+                if _is_milestone(config, progress):
+                    save_checkpoint(run.checkpoints, parts.learner, parts.tokenizer, progress)
+        except Interrupted:
+            last = newest_checkpoint(run.checkpoints)
+            if progress.step > (last.progress.step if last else 0):
+                save_checkpoint(run.checkpoints, parts.learner, parts.tokenizer, progress)
+        except NonFiniteError as error:
+            last = newest_checkpoint(run.checkpoints)
+            raise RunError(f"{error}; last good checkpoint: {last.folder if last else 'none yet'}") from None
         return stop.name
 
 
-def _step(
-    parts: Parts, run: RunDir, progress: Progress, console: Console, sampler: BatchesAhead[StepGroups]
-) -> tuple[Progress, dict[str, float]]:
+def _begin(job: _Job, progress: Progress) -> ReferenceBank | None:
+    """Proven weights in the engine, and the reference's samples where evaluations need them."""
+    parts, settings = job.parts, job.parts.config.evaluation
+    if progress.step == 0:  # the policy is the reference: the bank is drawn from weights that have been proven
+        parts.push_weights(0)
+    bank = None
+    if settings.enabled:
+        job.console.say(f"reference  {settings.problems} held-out problems x {settings.samples} samples, for the floor")
+        with job.stop.interrupts():
+            bank = run_bank(parts, job.run.evaluations)
+    if progress.step > 0:
+        parts.push_weights(progress.step)
+    return bank
+
+
+def _evaluate(job: _Job, progress: Progress, bank: ReferenceBank) -> None:
+    job.console.say(f"evaluating at {progress.rollouts:,} rollouts")
+    with job.stop.interrupts():
+        groups = bank.groups if progress.rollouts == 0 else sample(job.parts)  # at 0 the policy is the reference
+    evaluation = evaluate_run(job.parts, job.run, bank, groups, progress.rollouts)
+    job.console.evaluation(evaluation)
+    job.tracker.log(evaluation.flat(), progress.rollouts)
+
+
+def _step(job: _Job, progress: Progress) -> tuple[Progress, dict[str, float]]:
     """One batch from problems to pushed weights. The numbers are the README's."""
+    parts, console, sampler = job.parts, job.console, job.sampler
     config, times = parts.config, dict[str, float]()
     console.phase(f"step {progress.step + 1}: sampling {config.rollouts_per_step:,} completions")
     # 1, 2, 3. problems, G siblings of each, graded
-    (groups, sampling), spent = sampler.take(progress.step)
+    with job.stop.interrupts():
+        (groups, sampling), spent = sampler.take(progress.step)
     console.phase(f"step {progress.step + 1}: log-probs under the learner and the reference")
     # 4, 5. tensors; log-probs under the learner and the reference
     with _timed(times, "annotate"):
@@ -126,7 +162,7 @@ def _step(
     # 6. advantages, with the KL in the reward where the objective puts it
     advantage = batch_advantages(batch, parts.objective)
     metrics = {**rollout_metrics(groups), **sampling, **batch_metrics(batch, parts.objective, progress.step)}
-    _check_health(metrics, config, progress)
+    job.health.check(metrics, progress.step + 1)
     console.phase(f"step {progress.step + 1}: updating")
     # 7. micro-batches -> loss -> gradient -> optimizer
     with _timed(times, "update"):
@@ -139,39 +175,14 @@ def _step(
     sampler.allow(after.step)
     # 9. the record
     if config.tracking.rollouts:
-        run.save_rollouts(after.step, groups, token_columns(batch, advantage, report))
+        job.run.save_rollouts(after.step, groups, token_columns(batch, advantage, report))
     counters = {"step": after.step, "rollouts/total": after.rollouts, "tokens/total": after.tokens}
     speed = time_metrics(spent, times, tokens)
     return after, {**counters, **metrics, **report.metrics, **pushed, **speed}
 
 
-def _bank(parts: Parts, run: RunDir, console: Console) -> ReferenceBank:
-    settings = parts.config.evaluation
-    console.say(f"reference  {settings.problems} held-out problems x {settings.samples} samples, for the floor")
-    return run_bank(parts, run.evaluations)
-
-
 def _is_milestone(config: Config, progress: Progress) -> bool:
     return progress.rollouts % config.checkpoint_every == 0 or progress.rollouts >= config.total_rollouts
-
-
-def _check_health(metrics: dict[str, float], config: Config, progress: Progress) -> None:
-    """Stop a run whose sampler and learner are not the same policy any more, before it trains on the difference."""
-    limit = config.rollout.mismatch_limit
-    mismatch = metrics.get("rollout/mismatch_mean", 0.0)  # absent where no sample is of these very weights
-    if config.rollout.top_p == 1 and not mismatch <= limit:
-        raise RunError(
-            f"step {progress.step + 1}: sampler and learner differ by {mismatch:.3g} nats per token on average (limit "
-            f"{limit:g}): the sampler does not hold the learner's weights; use one model.dtype that both support, or raise "
-            "rollout.mismatch_limit"
-        )
-    kl, error = metrics["policy/kl_ref"], metrics["policy/kl_ref_se"]
-    if kl < -max(3 * error, _KL_TOLERANCE):
-        raise RunError(
-            f"step {progress.step + 1}: the estimated KL to the reference is {kl:.3g} +- {error:.2g} nats, below zero "
-            "beyond its error: a KL cannot be negative, so the samples do not come from the learner's policy (weights lost "
-            "in rounding, a failed push, or sampling settings); nothing was trained on this batch"
-        )
 
 
 def _resume_point(config: Config, run: RunDir) -> Checkpoint | None:
