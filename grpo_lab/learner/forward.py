@@ -13,7 +13,7 @@ from grpo_lab.config import Config
 from grpo_lab.learner.collate import select
 from grpo_lab.learner.logprobs import TokenStatistics, completion_hidden, completion_logprobs, token_statistics
 from grpo_lab.learner.model import PolicyModel
-from grpo_lab.learner.packing import Packing, count_tokens, plan_microbatches, together
+from grpo_lab.learner.packing import Packing, count_tokens, plan_microbatches, plan_units
 from grpo_lab.learner.ranks import Ranks
 from grpo_lab.learner.sharding import inside
 from grpo_lab.types import TokenBatch
@@ -53,7 +53,8 @@ class Forward:
     def plan_groups(self, tokens: TokenBatch) -> list[list[MicroBatch]]:
         """This rank's micro-batches of all rows, in units of whole groups."""
         rows = self.ranks.split(tokens, torch.arange(tokens.num_sequences))[self.ranks.index]
-        return [self._micro_batches(tokens, members) for members in together(tokens, rows, self.budget)]
+        units = plan_units(tokens, rows, self.budget, self.share_prompt)
+        return [[MicroBatch(members, select(tokens, members)) for members in unit] for unit in units]
 
     def fit_together(self, unit: list[MicroBatch]) -> bool:
         """Whether these micro-batches lie within one budget (one alone always may)."""

@@ -28,12 +28,17 @@ def plan_microbatches(tokens: TokenBatch, rows: Tensor, budget: int, share_promp
     are the fewest. With `share_prompt` a micro-batch runs each of its prompts once, and only groups that are small beside
     the budget share one. A single row may exceed the budget.
     """
-    sets = together(tokens, rows, budget) if share_prompt else [rows]
-    return [part for members in sets for part in split(tokens, members, budget, share_prompt)]
+    if not share_prompt:
+        return _cheapest_parts(tokens, rows, budget, share_prompt)
+    return [part for unit in plan_units(tokens, rows, budget, share_prompt) for part in unit]
 
 
-def together(tokens: TokenBatch, rows: Tensor, budget: int) -> list[Tensor]:
-    """`rows` in sets of whole groups, neighbours, each small enough for about one micro-batch, or one group."""
+def plan_units(tokens: TokenBatch, rows: Tensor, budget: int, share_prompt: bool) -> list[list[Tensor]]:
+    """The same in units of whole groups: small groups that fit one micro-batch together, or the micro-batches of one group."""
+    return [_cheapest_parts(tokens, members, budget, share_prompt) for members in _sets_of_groups(tokens, rows, budget)]
+
+
+def _sets_of_groups(tokens: TokenBatch, rows: Tensor, budget: int) -> list[Tensor]:
     sets: list[Tensor] = []
     size = 0
     for group in tokens.group_ids[rows].unique():
@@ -48,14 +53,14 @@ def together(tokens: TokenBatch, rows: Tensor, budget: int) -> list[Tensor]:
     return sets
 
 
-def split(tokens: TokenBatch, rows: Tensor, budget: int, share_prompt: bool) -> list[Tensor]:
+def _cheapest_parts(tokens: TokenBatch, rows: Tensor, budget: int, share_prompt: bool) -> list[Tensor]:
     """The cheapest split of `rows`, sorted by length, into neighbours; those of a group stand together in their part."""
     prompts, completions = _lengths(tokens, rows)
     lengths = completions if share_prompt else prompts + completions
     order = lengths.argsort(descending=True, stable=True)
     groups = tokens.group_ids[rows][order]
     owners = list(zip(groups.tolist(), prompts[order].tolist(), strict=True)) if share_prompt else []
-    parts = rows[order].split(_split(lengths[order].tolist(), owners, budget))
+    parts = rows[order].split(_cheapest_sizes(lengths[order].tolist(), owners, budget))
     return [part[tokens.group_ids[part].argsort(stable=True)] for part in parts] if share_prompt else list(parts)
 
 
@@ -75,7 +80,7 @@ def _lengths(tokens: TokenBatch, rows: Tensor) -> tuple[Tensor, Tensor]:
     return tokens.prompt_lengths[rows], tokens.completion_mask[rows].sum(dim=1).long() - 1
 
 
-def _split(lengths: Sequence[int], owners: Sequence[tuple[int, int]], budget: int) -> list[int]:
+def _cheapest_sizes(lengths: Sequence[int], owners: Sequence[tuple[int, int]], budget: int) -> list[int]:
     """Sizes of neighbouring parts of `lengths` (longest first) that cost the least in sum, each within the budget.
 
     `owners` are each row's group and its prompt's length, which a part pays once a group; empty where rows carry their own.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import _common as common
+import _models as models
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -24,7 +25,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         if options.tiny:
-            model = common.random_model(Path(folder), 49152, tokenizer=common.DEMO_MODEL)
+            model = models.random_model(Path(folder), 49152, tokenizer=models.DEMO_MODEL)
             options.problems, options.samples, options.rounds = 2, 2, 1
             options.set += [f"model.name={model}", "rollout.engine=hf", "rollout.max_new_tokens=4"]
         measure(options)

@@ -14,13 +14,14 @@ from math import log
 from pathlib import Path
 
 import _common as common
+import _models as models
 
 AXES = ("group_size", "completion", "prompts")
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__.partition("\n")[0])
-    parser.add_argument("--model", type=Path, default=common.DEMO_MODEL, help="a transformers model folder")
+    parser.add_argument("--model", type=Path, default=models.DEMO_MODEL, help="a transformers model folder")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--group-size", type=int, default=8, help="where the doublings start")
     parser.add_argument("--completion", type=int, default=64, help="where the doublings start, tokens")
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         if options.tiny:
-            options.model = common.random_model(Path(folder), vocabulary=4096)
+            options.model = models.random_model(Path(folder), vocabulary=4096)
             options.group_size, options.completion, options.prompt = 2, 4, 8
             options.doublings, options.rounds = 1, 1
         measure(options)
@@ -45,14 +46,14 @@ def measure(options: Namespace) -> None:
     start = {axis: getattr(options, axis) for axis in AXES}
     points = {axis: [start | {axis: start[axis] * 2**n} for n in range(options.doublings + 1)] for axis in AXES}
     most = start["prompts"] * 2**options.doublings
-    learner, objective = common.make_learner(
+    learner, objective = models.make_learner(
         options.model, most, start["group_size"], options.dtype, options.microbatch_tokens, not options.no_share_prompt
     )
     steps = {}
     for point in (point for along in points.values() for point in along):
         size, completion, prompts = (point[axis] for axis in AXES)
-        groups = common.synthetic_groups(prompts, size, prompt=options.prompt, completion=completion, vary=False)
-        steps[str(point)] = partial(common.step_times, learner, objective, collate(groups))
+        groups = models.synthetic_groups(prompts, size, prompt=options.prompt, completion=completion, vary=False)
+        steps[str(point)] = partial(models.step_times, learner, objective, collate(groups))
     samples = common.interleave(steps, options.rounds)
     middle = {name: {q: statistics.median(timed[q]) for q in ("annotate", "update")} for name, timed in samples.items()}
     rows = []

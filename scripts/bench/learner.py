@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import _common as common
+import _models as models
 import torch
 
 from grpo_lab.learner.collate import collate, select
@@ -67,7 +68,7 @@ class BareLoop:
     def _score(self, model: Any, tokens: TokenBatch) -> torch.Tensor:
         scores = torch.zeros(tokens.completion_mask.shape)
         for rows, part in self._parts(tokens):
-            scores[rows, : part.completion_mask.shape[1]] = common.plain_logprobs(model, part, self._tidy).cpu()
+            scores[rows, : part.completion_mask.shape[1]] = models.plain_logprobs(model, part, self._tidy).cpu()
         return scores
 
     def _update(self, tokens: TokenBatch, old: torch.Tensor, ref: torch.Tensor) -> float:
@@ -80,7 +81,7 @@ class BareLoop:
         for rows, part in self._parts(tokens):
             columns = part.completion_mask.shape[1]
             scale = advantages[rows].unsqueeze(1).to(self._device)
-            now = common.plain_logprobs(self.policy, part, self._tidy)
+            now = models.plain_logprobs(self.policy, part, self._tidy)
             ratios = (now - old[rows, :columns].to(self._device)).exp()
             gain = torch.minimum(ratios * scale, ratios.clamp(0.8, 1.28) * scale) * part.completion_mask.to(
                 self._device
@@ -96,10 +97,10 @@ def contender(name: str, options: Namespace, tokens: TokenBatch) -> Callable[[],
     """A step of the contender `name`, ready to be timed."""
     if name.startswith("bare"):
         return partial(BareLoop(options, tidy=name == "bare-sorted").step, tokens)
-    learner, objective = common.make_learner(
+    learner, objective = models.make_learner(
         options.model, options.prompts, options.group_size, options.dtype, options.microbatch_tokens, name != "padded"
     )
-    return partial(common.step_times, learner, objective, tokens, once=name == "shared-once")
+    return partial(models.step_times, learner, objective, tokens, once=name == "shared-once")
 
 
 def work(name: str, what: str, options: Namespace, tokens: TokenBatch) -> float:
@@ -121,7 +122,7 @@ def work(name: str, what: str, options: Namespace, tokens: TokenBatch) -> float:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__.partition("\n")[0])
-    parser.add_argument("--model", type=Path, default=common.DEMO_MODEL, help="a transformers model folder")
+    parser.add_argument("--model", type=Path, default=models.DEMO_MODEL, help="a transformers model folder")
     parser.add_argument(
         "--random", action="store_true", help="random weights of Qwen2.5-0.5B's shape instead of --model"
     )
@@ -138,12 +139,12 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         if options.tiny:
-            real = {"vocabulary": 49152, "tokenizer": common.DEMO_MODEL} if options.data else {"vocabulary": 4096}
-            options.model = common.random_model(Path(folder), **real)
+            real = {"vocabulary": 49152, "tokenizer": models.DEMO_MODEL} if options.data else {"vocabulary": 4096}
+            options.model = models.random_model(Path(folder), **real)
             options.prompts, options.group_size, options.rounds = 2, 4, 1
         elif options.random:
             shape = {"layers": 24, "hidden": 896, "intermediate": 4864, "kv_heads": 2}
-            options.model = common.random_model(Path(folder), vocabulary=151936, **shape)
+            options.model = models.random_model(Path(folder), vocabulary=151936, **shape)
         measure(options)
 
 
@@ -152,9 +153,9 @@ def measure(options: Namespace) -> None:
     size = {"prompts": options.prompts, "size": options.group_size}
     lengths = {"prompt": 20, "completion": 10} if options.tiny else {}
     groups = (
-        common.gsm8k_groups(options.data, options.model, **size)
+        models.gsm8k_groups(options.data, options.model, **size)
         if options.data
-        else common.synthetic_groups(**size, **lengths)
+        else models.synthetic_groups(**size, **lengths)
     )
     tokens = collate(groups)
     useful = int(tokens.completion_mask.sum())

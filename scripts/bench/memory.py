@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import _common as common
+import _models as models
 
 CONTENDERS = ("full", "lean", "padded", "shared")
 
@@ -47,7 +48,7 @@ def compare(options: Namespace) -> None:
     rows, samples = [], []
     with tempfile.TemporaryDirectory() as folder:
         for vocabulary in options.vocabularies:
-            model = common.random_model(Path(folder) / str(vocabulary), vocabulary, hidden=options.hidden)
+            model = models.random_model(Path(folder) / str(vocabulary), vocabulary, hidden=options.hidden)
             for length in options.lengths:
                 peaks = [best_peak(name, str(model), vocabulary, length, options, samples) for name in options.only]
                 rows.append([vocabulary, length, *(peak if isinstance(peak, str) else round(peak) for peak in peaks)])
@@ -85,11 +86,11 @@ def measure_point(
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(device).eval()
 
     def batch(size: int, prompt_length: int, completion: int) -> Any:
-        return collate(common.synthetic_groups(1, size, prompt=prompt_length, completion=completion, vary=False))
+        return collate(models.synthetic_groups(1, size, prompt=prompt_length, completion=completion, vary=False))
 
     def backward(tokens: Any) -> None:
         if contender in ("full", "lean"):
-            logprobs = common.plain_logprobs(policy, tokens, lean=contender == "lean")
+            logprobs = models.plain_logprobs(policy, tokens, lean=contender == "lean")
         else:
             logprobs = completion_logprobs(policy, tokens, share_prompt=contender == "shared")
         (-logprobs.sum() / logprobs.numel()).backward()

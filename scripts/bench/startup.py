@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import _common as common
+import _models as models
 
 COMMANDS = ("--help", "train --dry-run", "train")
 MARKS = {
@@ -36,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         if options.tiny:
-            model = common.random_model(Path(folder) / "model", 49152, tokenizer=common.DEMO_MODEL)
+            model = models.random_model(Path(folder) / "model", 49152, tokenizer=models.DEMO_MODEL)
             options.set += [f"model.name={model}", "rollout.engine=hf"]
             options.rounds, options.cold, options.only = 1, True, ["--help", "train"]
         measure(options, Path(folder))

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import _common as common
+import _models as models
 
 from grpo_lab.config import Config
 from grpo_lab.config_file import dump_yaml, load_config
@@ -50,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         if options.tiny:
-            model = common.random_model(Path(folder) / "model", 49152, tokenizer=common.DEMO_MODEL)
+            model = models.random_model(Path(folder) / "model", 49152, tokenizer=models.DEMO_MODEL)
             options.steps, options.rounds, options.dtype = 2, 1, "float32"
             options.set += [f"model.name={model}", "rollout.engine=hf", "rollout.max_new_tokens=4"]
             options.set += ["group_size=2", "prompts_per_step=2", "learner.mini_batches=1"]

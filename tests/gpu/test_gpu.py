@@ -22,7 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench"))
-    from _common import random_model
+    from _models import random_model
 
     return random_model(tmp_path_factory.mktemp("model") / "random", 4096)
 
