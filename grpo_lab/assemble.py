@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.config import Config, expand_path
+from grpo_lab.environment.model_files import measure as model_size
 from grpo_lab.errors import ConfigError
 from grpo_lab.hub import check_local_model, load_tokenizer, resolve_model, stop_token_ids
 from grpo_lab.learner.checkpoint import Checkpoint
@@ -202,8 +203,8 @@ def _weights_dir(config: Config, model: Path) -> Path:
                 f"rollout.weights_dir={config.rollout.weights_dir!r}: no such folder; create it or leave it null"
             )
     else:
-        size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+        size = model_size(model, config.model.lora_rank)
         shared = Path("/dev/shm")
-        fits = shared.is_dir() and shutil.disk_usage(shared).free > 2 * size
+        fits = size and shared.is_dir() and shutil.disk_usage(shared).free > 2 * size.push(config.model.dtype)
         parent = shared if fits else Path(tempfile.gettempdir())
     return scratch_folder("weights", parent)

@@ -13,7 +13,6 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from grpo_lab.config import Config
-from grpo_lab.config_file import dump_yaml
 from grpo_lab.methods import METHODS
 from grpo_lab.objective.advice import effective_beta_line, warnings
 from grpo_lab.objective.axes import Objective
@@ -27,7 +26,7 @@ class Console:
     """Writes to standard output. Paths are never wrapped or coloured, so they can be copied."""
 
     def __init__(self) -> None:
-        self._out = RichConsole(highlight=False, soft_wrap=True)
+        self._out = RichConsole(highlight=False, soft_wrap=True, emoji=False)
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._steps = 0
@@ -196,13 +195,6 @@ def _engine_line(config: Config) -> str:
         f"push{'es' if rollout.max_staleness > 1 else ''} behind; "
         f"in flight at a push: {rollout.in_flight}"
     )
-
-
-def dry_run(console: Console, config: Config, objective: Objective) -> None:
-    """The resolved configuration and the batch algebra; nothing is loaded or written."""
-    console.say(dump_yaml(config).rstrip())
-    console.say("---")
-    console.describe(config, objective)
 
 
 def _clock(seconds: float) -> str:

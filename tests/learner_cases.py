@@ -42,6 +42,7 @@ def make_learner(
             name=str(model),
             dtype=learner.pop("dtype", "float32"),
             lora_rank=learner.pop("lora_rank", 0),  # type: ignore[arg-type]
+            gradient_checkpointing=learner.pop("gradient_checkpointing", False),  # type: ignore[arg-type]
         ),
         rollout=RolloutConfig(max_new_tokens=16),
         learner=LearnerConfig(**{"learning_rate": 1e-3, "mini_batches": 1, **learner}),  # type: ignore[arg-type]

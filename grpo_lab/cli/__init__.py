@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from grpo_lab.cli import laboratory, sweeping, training, workers
+from grpo_lab.cli import cluster, exporting, laboratory, sweeping, training, workers
 from grpo_lab.errors import UserError
 
 app = typer.Typer(
@@ -36,6 +36,8 @@ app.command()(workers.worker)
 app.command()(workers.doctor)
 app.command()(sweeping.sweep)
 app.command()(sweeping.report)
+app.command()(cluster.slurm)
+app.command()(exporting.export)
 app.command()(laboratory.replay)
 app.add_typer(training.evaluate, name="eval")
 app.add_typer(laboratory.lab, name="lab")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,36 +39,67 @@ def train(
         Path | None, typer.Option(help="Continue this run folder from its newest complete checkpoint.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved config and batch sizes, then stop.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Print where each setting comes from, all counts, memory and commands, then stop."
+        ),
+    ] = False,
+    probe: Annotated[
+        bool,
+        typer.Option("--probe", help="With --dry-run: load everything and estimate the time from some seconds of it."),
     ] = False,
     processes: Annotated[int, typer.Option(min=1, help="Learner processes on this machine, one GPU each.")] = 1,
+    nodes: Annotated[
+        int, typer.Option(min=1, help="Machines with learner processes; the same command runs on each.")
+    ] = 1,
+    rendezvous: Annotated[str, typer.Option(help="host:port of one of several --nodes, where they meet.")] = "",
 ) -> None:
     """Train a policy, save checkpoints, evaluate each one's free energy, draw the figures."""
     flags = {"method": method, "beta": beta, "recipe": recipe, "seed": seed, "run_name": name}
     loaded = _config_of_run(resume, config, set_, flags) if resume else load_config(config, set_ or [], flags)
+    if probe and (not dry_run or processes * nodes > 1):
+        raise ConfigError("--probe belongs to --dry-run, of one process")
     from grpo_lab.console import Console
-    from grpo_lab.console import dry_run as print_dry_run
     from grpo_lab.run_dir import RunDir
 
     quiet_libraries()
     if dry_run:
-        from grpo_lab.assemble import check, check_data
+        from grpo_lab.planning.origins import origins
 
         if not resume:
             RunDir.refuse_existing(loaded)
-        objective = check(loaded, processes)
-        check_data(loaded)
-        print_dry_run(Console(), loaded, objective)
+        source = config or (RunDir.open(resume).path / "config.yaml" if resume else None)
+        _show_plan(loaded, origins(source, set_ or [], flags), processes, nodes, probe)
         return
-    if processes > 1 and "WORLD_SIZE" not in os.environ:
+    if processes * nodes > 1 and "WORLD_SIZE" not in os.environ:
         from grpo_lab.assemble import check
         from grpo_lab.launch import launch
 
-        check(loaded, processes)
-        raise typer.Exit(launch(processes, sys.argv[1:]))
+        if nodes > 1 and not re.fullmatch(r"[^:\s]+:\d+", rendezvous):
+            raise ConfigError(
+                f"--nodes {nodes} --rendezvous {rendezvous!r}: give host:port of one of them, the same on each"
+            )
+        check(loaded, processes * nodes)
+        raise typer.Exit(launch(processes, sys.argv[1:], nodes, rendezvous if nodes > 1 else "localhost:0"))
     from grpo_lab.train import train as run_training
 
     run_training(loaded, Console(), RunDir.open(resume) if resume else None)
+
+
+def _show_plan(config: Config, given: Mapping[str, str], processes: int, nodes: int, probe: bool) -> None:
+    """What `train --dry-run` prints."""
+    from grpo_lab.assemble import check, check_data
+    from grpo_lab.console import Console
+    from grpo_lab.planning.plan import print_plan
+    from grpo_lab.planning.roles import Launch
+
+    objective = check(config, processes * nodes)
+    check_data(config)
+    print_plan(Console(), config, objective, given, Launch(tuple(sys.argv[1:]), processes, nodes))
+    if probe:
+        from grpo_lab.planning.probe import probe as run_probe
+
+        run_probe(config, Console())
 
 
 @evaluate.command("checkpoint")

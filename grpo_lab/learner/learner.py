@@ -40,7 +40,7 @@ class Learner:
     ) -> None:
         self.ranks = Ranks()
         self._config = config
-        sharded = config.learner.shard and self.ranks.count > 1
+        sharded = (config.learner.shard or self.ranks.launcher_shards) and self.ranks.count > 1
         home = torch.device("cpu") if sharded else self.ranks.device
         self.policy = PolicyModel(base, source or base, config.model, home)
         masters = first_masters(self.policy.trainable(), state.masters if state else {}, self.policy.full_precision)

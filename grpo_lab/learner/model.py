@@ -37,8 +37,7 @@ class PolicyModel:
                 self.full_precision = dict(_load(source, config, torch.float32).named_parameters())
             self.reference = _load(base, config, compute_dtype).to(device).requires_grad_(False)
         if config.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            self.model.enable_input_require_grads()
+            _checkpoint_layers(self.model)
 
     @property
     def causal_lm(self) -> Any:
@@ -99,6 +98,17 @@ class PolicyModel:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return get_peft_model(model, adapter, autocast_adapter_dtype=False)
+
+
+def _checkpoint_layers(model: Any) -> None:
+    """Have every decoder layer keep its input alone and run again in backward; dropout stays off."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True  # of this module alone: transformers checkpoints in training mode only
 
 
 def _load(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 from collections.abc import Callable
 from datetime import timedelta
@@ -34,6 +35,11 @@ class Ranks:
     @property
     def is_main(self) -> bool:
         return self.index == 0
+
+    @property
+    def launcher_shards(self) -> bool:
+        """Whether `accelerate launch` was given a configuration with FSDP."""
+        return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of every rank's tensor, on the device and of the shape of this one's."""

@@ -108,6 +108,11 @@ def gpu_shares(visible: Sequence[str], learners: int, workers: int, gpus_each: i
     Raises ConfigError when there are too few.
     """
     needed = learners + workers * gpus_each
+    if len(visible) < needed and not learners:
+        raise ConfigError(
+            f"--count {workers} workers of rollout.worker_gpus={gpus_each} need {needed} GPUs, {len(visible)} are visible: "
+            "lower --count"
+        )
     if len(visible) < needed:
         raise ConfigError(
             f"rollout.workers={workers} of rollout.worker_gpus={gpus_each} and {learners} learner process(es) need {needed} "
@@ -129,12 +134,12 @@ def cpu_shares(cores: Sequence[int], workers: int) -> list[dict[str, str]]:
     return [{"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, part))} for part in parts]
 
 
-def machine_shares(workers: int, gpus_each: int) -> list[dict[str, str]]:
-    """The environment that gives each of `workers` its part of this machine's GPUs, or of its cores."""
+def machine_shares(workers: int, gpus_each: int, learners: int) -> list[dict[str, str]]:
+    """The environment that gives each of `workers` its part of this machine's GPUs beside the learners', or of its cores."""
     import torch
 
     if not torch.cuda.is_available():
         return cpu_shares(sorted(os.sched_getaffinity(0)), workers)
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = listed.split(",") if listed else [str(index) for index in range(torch.cuda.device_count())]
-    return gpu_shares(visible, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), workers, gpus_each)
+    return gpu_shares(visible, learners, workers, gpus_each)

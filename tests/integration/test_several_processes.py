@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -50,6 +51,44 @@ def test_two_processes_train_as_one(grpo_lab: Run, tiny_config: Path, tmp_path: 
     assert evaluations[0]["kl_rao_blackwell"]["mean"] == pytest.approx(
         evaluations[1]["kl_rao_blackwell"]["mean"], abs=1e-5
     )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_two_launchers_meet_and_train_as_one(tiny_config: Path, tmp_path: Path, alone: Path) -> None:
+    """The same command twice, as on two machines."""
+    meeting = ["--processes", "1", "--nodes", "2", "--rendezvous", f"localhost:{free_port()}"]
+    command = [sys.executable, "-m", "grpo_lab", "train", "--config", str(tiny_config), "--method", "grpo", *meeting]
+    both = [subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate(timeout=200)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert sorted(text.count("step    2/2") for text in said) == [0, 1], "one process speaks"
+    for got, expected in zip(comparable_metrics(tmp_path / "runs/run"), comparable_metrics(alone), strict=False):
+        assert got == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["ddp", "fsdp2"])
+def test_accelerate_launch_trains_as_one(tiny_config: Path, tmp_path: Path, alone: Path, file: str) -> None:
+    launch = ["accelerate.commands.launch", "--config_file", f"configs/accelerate/{file}.yaml", "--num_processes", "2"]
+    port = ["--main_process_port", str(free_port())]
+    train = ["-m", "grpo_lab", "train", "--config", str(tiny_config), "--method", "grpo"]
+    done = subprocess.run(
+        [sys.executable, "-m", *launch, *port, *train], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for got, expected in zip(comparable_metrics(tmp_path / "runs/run"), comparable_metrics(alone), strict=False):
+        assert got == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("nodes", [("--nodes", "2"), ("--nodes", "2", "--rendezvous", "node1")])
+def test_several_nodes_need_a_place_to_meet(grpo_lab: Run, tiny_config: Path, nodes: tuple[str, ...]) -> None:
+    refused = grpo_lab("train", "--config", tiny_config, *nodes)
+    assert refused.returncode == 2 and "give host:port of one of them" in refused.stderr
 
 
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])

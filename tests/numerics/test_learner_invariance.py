@@ -55,6 +55,7 @@ def gradients(
     {"microbatch_tokens": 20},
     {"microbatch_tokens": 10_000, "share_prompt": False},
     {"microbatch_tokens": 40, "share_prompt": False},
+    {"microbatch_tokens": 40, "gradient_checkpointing": True},
 ])  # fmt: skip
 def test_gradient_does_not_depend_on_batching(tiny_model: Path, learner: dict[str, object]) -> None:
     wanted, got = (

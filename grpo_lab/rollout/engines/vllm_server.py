@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import resource
 import shutil
 import threading
@@ -129,7 +130,8 @@ def _workers(spec: EngineSpec, logs: Path) -> list[Worker]:
     count = settings.workers or (0 if settings.urls else 1)
     if count:
         require_vllm(f"rollout.workers={count}")
-    shares = machine_shares(count, settings.worker_gpus) if count else []
+    learners = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    shares = machine_shares(count, settings.worker_gpus, learners) if count else []
     options = command_line(server_options(spec))
     lora = spec.model.lora_rank > 0
 

@@ -1,0 +1,97 @@
+"""The command that writes (and submits) a Slurm job."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from grpo_lab.cli.training import Overrides
+from grpo_lab.config_file import load_config
+from grpo_lab.errors import ConfigError
+
+
+def slurm(
+    config: Annotated[Path, typer.Argument(help="YAML file of the training, in a folder that all nodes see.")],
+    method: Annotated[
+        list[str] | None, typer.Option(help="Repeat for an array of runs. Default: the config's.")
+    ] = None,
+    recipe: Annotated[list[str] | None, typer.Option(help="Repeat for more.")] = None,
+    beta: Annotated[list[float] | None, typer.Option(help="Repeat for more. Default: the config's.")] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="Repeat for more.")] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Of the job, and of the run (of the array's folder).")
+    ] = None,
+    set_: Overrides = None,
+    nodes: Annotated[str, typer.Option(help="L or L+R: learner nodes and rollout nodes.")] = "1",
+    gpus: Annotated[int, typer.Option(min=0, help="GPUs of a node; 0 for nodes without.")] = 8,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Learner processes of a node. Default: its GPUs.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Workers of a rollout node. Default: its GPUs.")] = None,
+    time: Annotated[str, typer.Option(help="Time limit, as sbatch takes it.")] = "24:00:00",
+    grace: Annotated[
+        int, typer.Option(min=10, help="Seconds before the limit in which the learner finishes its update and saves.")
+    ] = 300,
+    sbatch: Annotated[
+        list[str] | None, typer.Option("--sbatch", help="Option of sbatch: --sbatch=--account=mine. Repeat for more.")
+    ] = None,
+    setup: Annotated[
+        str, typer.Option(help="Shell commands before everything. Default: this installation on PATH.")
+    ] = "",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The script. Default: NAME.sbatch.")] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Also hand it to sbatch.")] = False,
+) -> None:
+    """Write one sbatch script: rollout nodes serve, learner nodes train; it saves, requeues and resumes by itself."""
+    base = load_config(config, set_ or [])
+    grid: dict[str, list[Any]] = {
+        "method": method or [base.method],
+        "recipe": recipe or [base.recipe],
+        "beta": beta or [base.beta],
+        "seed": seed or [base.seed],
+    }
+    name = name or base.run_name or f"{grid['method'][0]}-beta{grid['beta'][0]:g}"
+    if not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", name):
+        raise ConfigError(f"--name {name!r}: letters, digits and . + - _ are allowed")
+    if not re.fullmatch(r"\d+(-\d+(:\d+){0,2}|(:\d+){0,2})", time):
+        raise ConfigError(f"--time {time!r}: write minutes, HH:MM:SS or days-HH:MM:SS")
+    from grpo_lab.assemble import check
+    from grpo_lab.console import Console
+    from grpo_lab.slurm import Layout, Request, script, write
+    from grpo_lab.slurm import submit as hand_over
+
+    rollout = base.rollout
+    layout = Layout.of(nodes, gpus, processes, workers, rollout.workers, rollout.worker_gpus)
+    runs = _members(config, set_ or [], grid, name)
+    for member in runs:
+        check(_as_it_will_run(member.config, layout.servers), layout.ranks)
+    file = output or Path(f"{name}.sbatch")
+    write(script(runs, layout, Request(name, time, grace, tuple(sbatch or []), setup)), file)
+    console = Console()
+    console.say(f"script     {file}: {len(runs)} run(s), {layout.learners + layout.samplers} node(s) each")
+    console.say(f"submitted  {hand_over(file)}" if submit else f"next       sbatch {file}")
+
+
+def _members(config: Path, overrides: list[str], grid: dict[str, list[Any]], name: str) -> list[Any]:
+    """The runs, checked for contradictions with what lies in their folders."""
+    from grpo_lab.sweep import Grid, Member, members, state_of
+
+    if all(len(values) == 1 for values in grid.values()):
+        sets = [*overrides, *(f"{key}={json.dumps(value)}" for key, [value] in grid.items()), f"run_name={name}"]
+        words = [word for item in sets for word in ("--set", item)]
+        found = [Member(load_config(config, sets), ("--config", str(config), *words))]
+    else:
+        chosen = Grid(*(tuple(dict.fromkeys(values)) for values in grid.values()))
+        found = members(config, overrides, chosen, name)
+    for member in found:
+        state_of(member)
+    return found
+
+
+def _as_it_will_run(config: Any, servers: int) -> Any:
+    """The configuration with addresses of as many workers as the job will have."""
+    urls = [*config.rollout.urls, *(f"http://rollout-node:{8000 + index}" for index in range(servers))]
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"urls": urls})})

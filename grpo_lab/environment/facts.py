@@ -1,0 +1,27 @@
+"""What the survey is made of: one fact a line, and the words for its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+State = Literal["pass", "warn", "FAIL"]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line: what is here; where something is wrong, what that prevents and what puts it right."""
+
+    name: str
+    state: State
+    text: str
+
+
+def size(count: float) -> str:
+    """A number of bytes in words: "1.5 GB", "64 MB"."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def reason(error: BaseException) -> str:
+    """An error as one short line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}".removesuffix(": ")

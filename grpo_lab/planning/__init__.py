@@ -1,0 +1,1 @@
+"""What a run will be, before it starts: origins of its settings, counts, memory, commands, time."""

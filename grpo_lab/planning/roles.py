@@ -1,0 +1,80 @@
+"""What each role of a run executes: the learner's command, every worker's command line with its share of the machine."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from grpo_lab.config import Config
+from grpo_lab.planning.model_shape import local_folder
+from grpo_lab.rollout.engines import EngineSpec
+from grpo_lab.rollout.engines.vllm_server import server_options
+from grpo_lab.rollout.server import machine_shares, server_command, server_environment
+from grpo_lab.rollout.vllm_options import command_line, engine_options
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the run is started: the words after `grpo-lab`, and the learner's processes on each of `nodes` machines."""
+
+    arguments: tuple[str, ...]
+    processes: int = 1
+    nodes: int = 1
+
+    @property
+    def learners(self) -> int:
+        """The learner's processes on all machines."""
+        return self.processes * self.nodes
+
+
+def role_lines(config: Config, launch: Launch) -> list[str]:
+    """The commands, one line each; nothing is started. Of the environment only what a role changes is shown.
+
+    ConfigError when the workers need more GPUs than are visible.
+    """
+    words = [word for word in launch.arguments if word != "--dry-run"]
+    lines = [f"command    {shlex.join(['grpo-lab', *words])}"]
+    if launch.learners > 1:
+        rank = shlex.join([sys.executable, "-m", "grpo_lab", *words])
+        where = f" on each of {launch.nodes} machines" if launch.nodes > 1 else ""
+        count = f"{launch.processes} processes{where}, LOCAL_RANK=0..{launch.processes - 1}"
+        lines.append(f"learner    {count}: {_learner_share(launch)} {rank}")
+    spec = EngineSpec(local_folder(config.model) or Path(config.model.name), config.model, config.rollout)
+    if config.rollout.has_workers:
+        return lines + _worker_lines(spec, launch.processes)
+    if config.rollout.engine_name == "vllm":
+        lines.append(f"engine     vLLM in the learner's process with {shlex.join(_in_process(spec))}")
+    return lines
+
+
+def _learner_share(launch: Launch) -> str:
+    threads = max(1, len(os.sched_getaffinity(0)) // launch.processes)
+    return f"WORLD_SIZE={launch.learners} OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', threads)}"
+
+
+def _worker_lines(spec: EngineSpec, learners: int) -> list[str]:
+    settings = spec.rollout
+    count = settings.workers or int(not settings.urls)
+    command = shlex.join(server_command(command_line(server_options(spec)), ["--uds", "SOCKET"]))
+    lines = []
+    shares = machine_shares(count, settings.worker_gpus, learners) if count else []
+    for index, share in enumerate(shares):
+        changed = server_environment(spec.model.lora_rank > 0, share)
+        own = [f"{k}={v}" for k, v in sorted(changed.items()) if k in share or os.environ.get(k) != v]
+        lines.append(f"worker {index:<4}{shlex.join(own)} {command}")
+    return lines + [
+        f"attached   {url}: not started here; `grpo-lab worker` with this config there" for url in settings.urls
+    ]
+
+
+def _in_process(spec: EngineSpec) -> list[str]:
+    on_gpu = torch.cuda.is_available()
+    shared = (
+        {"gpu_memory_utilization": spec.rollout.gpu_memory_utilization, "enable_sleep_mode": True} if on_gpu else {}
+    )
+    return command_line(engine_options(spec, on_gpu) | shared)
