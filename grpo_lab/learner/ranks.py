@@ -27,6 +27,7 @@ class Ranks:
     """How many processes there are, which this one is, and what they exchange. One process: everything is the identity."""
 
     def __init__(self) -> None:
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # else transformers loads on rank 0 alone
         patience = InitProcessGroupKwargs(timeout=_PATIENCE)
         self._accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[patience])
         self.index, self.count = self._accelerator.process_index, self._accelerator.num_processes

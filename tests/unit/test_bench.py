@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 BENCH = Path(__file__).parents[2] / "scripts/bench"
-NAMES = ("learner", "trl", "memory", "growth", "startup", "evaluation")
+NAMES = ("learner", "trl", "memory", "growth", "startup", "evaluation", "simulate")
 
 
 @pytest.fixture(scope="module")
