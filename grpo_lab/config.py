@@ -39,6 +39,11 @@ class ModelConfig(_Section):
     lora_rank: int = Field(0, ge=0)  # 0 = full fine-tuning
     lora_alpha: float = Field(32.0, gt=0)
 
+    @property
+    def place(self) -> str:
+        """The hub id, or the folder with its variables replaced."""
+        return expand_path(self.name)
+
 
 class DataConfig(_Section):
     """The task: a file of grpo_lab/tasks or a dotted path, its data, and the disjoint train/held-out split."""

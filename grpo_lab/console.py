@@ -174,7 +174,7 @@ def describe_config(config: Config, objective: Objective) -> list[str]:
         f"saves      {checkpoints} checkpoints, one every {config.checkpoint_every:,} rollouts"
         + (f"; {checkpoints + 1} evaluations of {config.evaluation.problems} problems x {config.evaluation.samples} samples"
            if config.evaluation.enabled else "; no evaluation"),
-        f"model      {config.model.name}, {config.model.dtype}, "
+        f"model      {config.model.place}, {config.model.dtype}, "
         + (f"LoRA rank {config.model.lora_rank}" if config.model.lora_rank else "full fine-tuning")
         + f"; task {config.data.task}",
         f"rollouts   {_engine_line(config)}",

@@ -51,7 +51,7 @@ def audit_each(arguments: Sequence[str], dtypes: Sequence[str]) -> int:
 def audit(config: Config, console: Console) -> bool:
     """Every check with its numbers; True when all passed. Errors that stop an engine are raised as in training."""
     console.say(
-        f"doctor     {config.model.name} in {config.model.dtype}, engine {config.rollout.engine_name}; {_versions()}"
+        f"doctor     {config.model.place} in {config.model.dtype}, engine {config.rollout.engine_name}; {_versions()}"
     )
     start = time.monotonic()
     parts = assemble(config, say=console.say)

@@ -156,7 +156,7 @@ def model_card(export: Export, name: str) -> str:
 
 def base_name(model: ModelConfig) -> str:
     """The base model's hub id, or the last component of its local folder, which may be gone."""
-    name = expand_path(model.name)
+    name = model.place
     try:
         is_local = check_local_model(model) is not None
     except ConfigError:

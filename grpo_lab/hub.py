@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.config import ModelConfig, cache_folder, expand_path
+from grpo_lab.config import ModelConfig, cache_folder
 from grpo_lab.errors import ConfigError
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -18,7 +18,7 @@ def resolve_model(model: ModelConfig) -> Path:
     local = check_local_model(model)
     if local:
         return local
-    name = expand_path(model.name)
+    name = model.place
     from huggingface_hub import snapshot_download
 
     try:
@@ -47,7 +47,7 @@ def weights_signature(folder: Path) -> dict[str, str]:
 
 def check_local_model(model: ModelConfig) -> Path | None:
     """The folder of a local model, None for a hub id. ConfigError for a path without a model."""
-    name = expand_path(model.name)
+    name = model.place
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise ConfigError(

@@ -118,7 +118,7 @@ def serve(config: Config, place: Place) -> None:
     if place.announce:
         place.announce.mkdir(parents=True, exist_ok=True)
     console.say(
-        f"worker     {config.model.name}, {config.model.dtype}, up to {spec.max_model_len} tokens; Ctrl-C stops it"
+        f"worker     {config.model.place}, {config.model.dtype}, up to {spec.max_model_len} tokens; Ctrl-C stops it"
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)

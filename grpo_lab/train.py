@@ -53,7 +53,7 @@ def _lead(config: Config, console: Console, resume: RunDir | None, ranks: Ranks)
     console.describe(config, check(config))
     if not resume:
         RunDir.refuse_existing(config)
-    console.say(f"loading    {config.model.name} and the {config.rollout.engine_name} engine")
+    console.say(f"loading    {config.model.place} and the {config.rollout.engine_name} engine")
     ranks.share(READY)
     parts = assemble(config, checkpoint, say=console.say)
     try:

@@ -79,7 +79,7 @@ class Inputs:
             yield Fact("model", "FAIL", f"{error}: prevents training")
             return
         if self.folder is not None:
-            yield judge_model_folder(self.folder, f"{model.name}{'' if local else ', in the cache'}", self.size)
+            yield judge_model_folder(self.folder, f"{model.place}{'' if local else ', in the cache'}", self.size)
         else:
             yield self._judge_hub("model", f"model.name={model.name!r}", "--set model.name=FOLDER")
 
@@ -149,7 +149,7 @@ class Inputs:
         from huggingface_hub import HfApi
 
         model = self._config.model
-        return HfApi().model_info(expand_path(model.name), revision=model.revision, timeout=HUB_LIMIT_S)
+        return HfApi().model_info(model.place, revision=model.revision, timeout=HUB_LIMIT_S)
 
     def _ask_data(self) -> Any:
         from huggingface_hub import HfApi
@@ -218,7 +218,7 @@ def _cached_model(model: ModelConfig) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(expand_path(model.name), revision=model.revision, local_files_only=True))
+        folder = Path(snapshot_download(model.place, revision=model.revision, local_files_only=True))
     except Exception:  # not there, or no valid name: the hub's own answer says which
         return None
     return folder if (folder / "config.json").is_file() and measure(folder, 0) else None

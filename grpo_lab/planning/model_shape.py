@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from grpo_lab.config import ModelConfig, expand_path
+from grpo_lab.config import ModelConfig
 from grpo_lab.hub import check_local_model
 
 
@@ -39,7 +39,7 @@ def local_folder(model: ModelConfig) -> Path | None:
     local = check_local_model(model)
     if local:
         return local
-    found = try_to_load_from_cache(expand_path(model.name), "config.json", revision=model.revision)
+    found = try_to_load_from_cache(model.place, "config.json", revision=model.revision)
     return Path(found).parent if isinstance(found, str) else None
 
 

@@ -44,7 +44,7 @@ def role_lines(config: Config, launch: Launch) -> list[str]:
         where = f" on each of {launch.nodes} machines" if launch.nodes > 1 else ""
         count = f"{launch.processes} processes{where}, LOCAL_RANK=0..{launch.processes - 1}"
         lines.append(f"learner    {count}: {_learner_share(launch)} {rank}")
-    spec = EngineSpec(local_folder(config.model) or Path(config.model.name), config.model, config.rollout)
+    spec = EngineSpec(local_folder(config.model) or Path(config.model.place), config.model, config.rollout)
     if config.rollout.has_workers:
         return lines + _worker_lines(spec, launch.processes)
     if config.rollout.engine_name == "vllm":
