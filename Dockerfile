@@ -15,7 +15,9 @@ WORKDIR /home/lab
 COPY --chown=lab pyproject.toml README.md LICENSE src/
 COPY --chown=lab grpo_lab src/grpo_lab
 COPY --chown=lab configs configs
-RUN python3 -m venv venv && pip install --no-cache-dir './src[cuda,wandb]'
+# the versions grpo_lab was tested with; vLLM brings the CUDA build of torch that it needs
+RUN python3 -m venv venv \
+    && pip install --no-cache-dir './src[cuda,wandb]' vllm==0.32.0 transformers==5.19.0 accelerate==1.15.0 peft==0.21.2 datasets==5.2.0
 
 VOLUME /cache
 ENTRYPOINT ["grpo-lab"]
