@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from grpo_lab.config import Config, expand_path
-from grpo_lab.config_file import build_config, dump_yaml
+from grpo_lab.config_file import build_config, changed_keys, dump_yaml
 from grpo_lab.errors import ConfigError, RunError
 from grpo_lab.records import write_groups
 from grpo_lab.types import RolloutGroup
@@ -70,6 +70,15 @@ class RunDir:
     def config(self) -> Config:
         """The configuration the run was started with."""
         return build_config(self.config_tree, source=str(self.path / "config.yaml"))
+
+    def refuse_changes(self, config: Config) -> None:
+        """ConfigError when going on with `config` would not be the same trajectory."""
+        changed = changed_keys(self.config, config)
+        if changed:
+            raise ConfigError(
+                f"--resume {self.path}: these settings would change the trajectory: {'; '.join(changed)}; leave them as they "
+                "were, or start a new run"
+            )
 
     @property
     def config_tree(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from grpo_lab.errors import ConfigError, RunError
 from grpo_lab.sweep import Member
 
 _TEMPLATE = "slurm.sbatch.j2"
+_PATIENCE_S = 3600  # for all workers to be up
 _PORT = "$((20000 + SLURM_JOB_ID % 20000))"  # where the learner nodes meet: jobs that share a node do not share it
 
 
@@ -40,6 +42,11 @@ class Layout:
         learners, plus, samplers = nodes.partition("+")
         if not learners.isdecimal() or int(learners) < 1 or (plus and not samplers.isdecimal()):
             raise ConfigError(f"--nodes {nodes!r}: write L or L+R, learner and rollout nodes, for example 1+2")
+        if processes is None and gpus > 1 and not (int(samplers or 0) or rollout_workers):
+            raise ConfigError(
+                f"--nodes {nodes} has nobody to sample beside the learner: add rollout nodes (--nodes {learners}+1), workers "
+                "on its own GPUs (--set rollout.workers=4), or let one process do both (--processes 1 --gpus 1)"
+            )
         own = rollout_workers * worker_gpus  # GPUs of a learner node that its own workers take
         if processes is None:
             processes = max(1, gpus - own)
@@ -61,6 +68,10 @@ class Layout:
                 "rollout node: lower one of them"
             )
 
+    def __str__(self) -> str:
+        own = f"{self.learners} learner node{'s' if self.learners > 1 else ''} x {self.processes} processes"
+        return f"{own}, {self.samplers} rollout nodes x {self.workers} workers" if self.samplers else own
+
     @property
     def ranks(self) -> int:
         return self.learners * self.processes
@@ -80,17 +91,40 @@ class Request:
     options: Sequence[str] = field(default_factory=tuple)
     setup: str = ""
 
+    def __post_init__(self) -> None:
+        """ConfigError for a name, time or option that Slurm, or the script, would trip over."""
+        if not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", self.name):
+            raise ConfigError(f"--name {self.name!r}: letters, digits and . + - _ are allowed")
+        limit = _seconds(self.time)
+        if limit is None:
+            raise ConfigError(f"--time {self.time!r}: write minutes, HH:MM:SS or days-HH:MM:SS")
+        if 2 * self.grace > limit:
+            raise ConfigError(
+                f"--grace {self.grace} (seconds) is more than half of --time {self.time}: nothing would be left to train in"
+            )
+        for option in self.options:
+            if not option.startswith("-") or "\n" in option:
+                raise ConfigError(
+                    f"--sbatch {option!r}: write an option of sbatch, for example --sbatch=--account=mine"
+                )
+
+
+def _seconds(time: str) -> int | None:
+    """Of a time as sbatch takes it: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS; None for anything else."""
+    if not re.fullmatch(r"\d+(-\d+(:\d+){0,2}|(:\d+){0,2})", time):
+        return None
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
+
 
 def script(members: Sequence[Member], layout: Layout, request: Request) -> str:
     """The text of the job, an array where there are several runs. Their arguments are taken by `train` and `worker` alike."""
-    for option in request.options:
-        if not option.startswith("-") or "\n" in option:
-            raise ConfigError(f"--sbatch {option!r}: write an option of sbatch, for example --sbatch=--account=mine")
     first = members[0].config
     what = f"{len(members)} runs" if len(members) > 1 else f"{first.method}, beta {first.beta:g}"
-    samplers = f", {layout.samplers} rollout node(s) x {layout.workers} workers" if layout.samplers else ""
     return _template().render(
-        title=f"{request.name}: {what}; {layout.learners} learner node(s) x {layout.processes} processes{samplers}",
+        title=f"{request.name}: {what}; {layout}",
         name=request.name,
         learners=layout.learners,
         samplers=layout.samplers,
@@ -99,6 +133,7 @@ def script(members: Sequence[Member], layout: Layout, request: Request) -> str:
         workers=layout.workers,
         meeting=f' --nodes {layout.learners} --rendezvous "${{NODES[0]}}:{_PORT}"' if layout.learners > 1 else "",
         time=request.time,
+        patience=_PATIENCE_S,
         grace=request.grace,
         options=request.options,
         setup=request.setup or f'export PATH={shlex.quote(str(Path(sys.executable).parent))}:"$PATH"',

@@ -12,9 +12,8 @@ import torch
 from grpo_lab.assemble import Parts, assemble, build_learner, check
 from grpo_lab.batch import StepGroups, collect_step
 from grpo_lab.config import Config
-from grpo_lab.config_file import changed_keys
 from grpo_lab.console import Console
-from grpo_lab.errors import ConfigError, RunError
+from grpo_lab.errors import RunError
 from grpo_lab.evaluation.bank import ReferenceBank, run_bank
 from grpo_lab.evaluation.report import draw_run, evaluate_run, evaluation_table, is_evaluated, sample
 from grpo_lab.health import Health
@@ -186,12 +185,7 @@ def _is_milestone(config: Config, progress: Progress) -> bool:
 
 
 def _resume_point(config: Config, run: RunDir) -> Checkpoint | None:
-    changed = changed_keys(run.config, config)
-    if changed:
-        raise ConfigError(
-            f"--resume {run.path}: these settings would change the trajectory: {'; '.join(changed)}; leave them as they were, "
-            "or start a new run"
-        )
+    run.refuse_changes(config)
     return newest_checkpoint(run.checkpoints)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,25 +52,28 @@ def slurm(
         "beta": beta or [base.beta],
         "seed": seed or [base.seed],
     }
+    if name is None and any(len(values) > 1 for values in grid.values()):
+        raise ConfigError("several runs need a name for their folder: add --name")
     name = name or base.run_name or f"{grid['method'][0]}-beta{grid['beta'][0]:g}"
-    if not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", name):
-        raise ConfigError(f"--name {name!r}: letters, digits and . + - _ are allowed")
-    if not re.fullmatch(r"\d+(-\d+(:\d+){0,2}|(:\d+){0,2})", time):
-        raise ConfigError(f"--time {time!r}: write minutes, HH:MM:SS or days-HH:MM:SS")
     from grpo_lab.assemble import check
     from grpo_lab.console import Console
     from grpo_lab.slurm import Layout, Request, script, write
     from grpo_lab.slurm import submit as hand_over
 
-    rollout = base.rollout
+    request, rollout = Request(name, time, grace, tuple(sbatch or []), setup), base.rollout
     layout = Layout.of(nodes, gpus, processes, workers, rollout.workers, rollout.worker_gpus)
     runs = _members(config, set_ or [], grid, name)
     for member in runs:
         check(_as_it_will_run(member.config, layout.servers), layout.ranks)
     file = output or Path(f"{name}.sbatch")
-    write(script(runs, layout, Request(name, time, grace, tuple(sbatch or []), setup)), file)
+    write(script(runs, layout, request), file)
     console = Console()
-    console.say(f"script     {file}: {len(runs)} run(s), {layout.learners + layout.samplers} node(s) each")
+    console.say(f"script     {file}")
+    for member in runs:
+        console.say(f"run        {member.path}")
+    console.say(f"nodes      {layout}; logs in {runs[0].path.parent / 'slurm'} and {name}-JOB.log")
+    if layout.samplers:
+        console.say("note       the workers' ports have no password: whoever reaches the nodes can use them")
     console.say(f"submitted  {hand_over(file)}" if submit else f"next       sbatch {file}")
 
 

@@ -58,7 +58,9 @@ def train(
     flags = {"method": method, "beta": beta, "recipe": recipe, "seed": seed, "run_name": name}
     loaded = _config_of_run(resume, config, set_, flags) if resume else load_config(config, set_ or [], flags)
     if probe and (not dry_run or processes * nodes > 1):
-        raise ConfigError("--probe belongs to --dry-run, of one process")
+        raise ConfigError("--probe works with --dry-run only, and with one process")
+    if resume and name:
+        raise ConfigError(f"--resume {resume} --name {name}: a resumed run keeps its name; leave out one of them")
     from grpo_lab.console import Console
     from grpo_lab.run_dir import RunDir
 
@@ -66,7 +68,9 @@ def train(
     if dry_run:
         from grpo_lab.planning.origins import origins
 
-        if not resume:
+        if resume:
+            RunDir.open(resume).refuse_changes(loaded)
+        else:
             RunDir.refuse_existing(loaded)
         source = config or (RunDir.open(resume).path / "config.yaml" if resume else None)
         _show_plan(loaded, origins(source, set_ or [], flags), processes, nodes, probe)

@@ -18,8 +18,8 @@ class Fact:
 
 
 def size(count: float) -> str:
-    """A number of bytes in words: "1.5 GB", "64 MB"."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+    """A number of bytes in words: "1.5 GiB", "64 MiB"."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def reason(error: BaseException) -> str:

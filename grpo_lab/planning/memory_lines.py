@@ -29,7 +29,8 @@ def gib(size: float) -> str:
 def memory_lines(config: Config, shape: ModelShape | None, machine: Machine, launch: Launch) -> list[str]:
     """Learner and sampler against the machine; one line says what is missing where the model is not here."""
     if shape is None:
-        return [f"memory     unknown: model not here ({config.model.place}); fetch it once, or give a folder"]
+        name = config.model.place
+        return [f"memory     unknown: model not here ({name}); its config is enough: `hf download {name} config.json`"]
     learner = learner_memory(config, shape, launch.learners)
     lines = [
         *_learner_lines(config, shape, machine, learner, launch.learners),

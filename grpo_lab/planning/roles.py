@@ -37,7 +37,7 @@ def role_lines(config: Config, launch: Launch) -> list[str]:
 
     ConfigError when the workers need more GPUs than are visible.
     """
-    words = [word for word in launch.arguments if word != "--dry-run"]
+    words = [word for word in launch.arguments if word not in ("--dry-run", "--probe")]
     lines = [f"command    {shlex.join(['grpo-lab', *words])}"]
     if launch.learners > 1:
         rank = shlex.join([sys.executable, "-m", "grpo_lab", *words])

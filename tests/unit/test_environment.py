@@ -33,9 +33,9 @@ from grpo_lab.environment.limits import (
 from grpo_lab.environment.model_files import Size, lost_files, measure
 from grpo_lab.environment.software import judge_launcher, judge_packages, judge_python, judge_vllm
 
-GB, GIB = 10**9, 2**30
+GIB = 2**30
 CUDA = Torch("2.13.0+cu126", cuda="12.6", usable=True, driver=12080)
-H200 = Gpu("H200", 139 * GB, 140 * GB, (9, 0))
+H200 = Gpu("H200", 139 * GIB, 140 * GIB, (9, 0))
 
 
 # -- software --------------------------------------------------------------------------------------------------------
@@ -110,13 +110,13 @@ def test_variables_of_a_launcher() -> None:
 
 
 @pytest.mark.parametrize("gpu, dtype, takes, state, words", [
-    (H200, "bfloat16", 0.4, "pass", "139.0 GB of 140.0 GB free, compute capability 9.0"),
-    (Gpu("T4", 15 * GB, 16 * GB, (7, 5)), "bfloat16", 0.4, "FAIL", "model.dtype=float16"),
-    (Gpu("T4", 15 * GB, 16 * GB, (7, 5)), "float16", 0.4, "pass", "T4"),
-    (Gpu("T4", 15 * GB, 16 * GB, (7, 5)), "bfloat16", 0.0, "pass", "T4"),
-    (Gpu("P100", 15 * GB, 16 * GB, (6, 0)), "float16", 0.4, "FAIL", "vLLM needs"),
-    (Gpu("H200", 50 * GB, 140 * GB, (9, 0)), "bfloat16", 0.4, "FAIL", "vLLM takes 56.0 GB"),
-    (Gpu("H200", 60 * GB, 140 * GB, (9, 0)), "bfloat16", 0.4, "warn", "other programs"),
+    (H200, "bfloat16", 0.4, "pass", "139.0 GiB of 140.0 GiB free, compute capability 9.0"),
+    (Gpu("T4", 15 * GIB, 16 * GIB, (7, 5)), "bfloat16", 0.4, "FAIL", "model.dtype=float16"),
+    (Gpu("T4", 15 * GIB, 16 * GIB, (7, 5)), "float16", 0.4, "pass", "T4"),
+    (Gpu("T4", 15 * GIB, 16 * GIB, (7, 5)), "bfloat16", 0.0, "pass", "T4"),
+    (Gpu("P100", 15 * GIB, 16 * GIB, (6, 0)), "float16", 0.4, "FAIL", "vLLM needs"),
+    (Gpu("H200", 50 * GIB, 140 * GIB, (9, 0)), "bfloat16", 0.4, "FAIL", "vLLM takes 56.0 GiB"),
+    (Gpu("H200", 60 * GIB, 140 * GIB, (9, 0)), "bfloat16", 0.4, "warn", "other programs"),
 ])  # fmt: skip
 def test_gpu(gpu: Gpu, dtype: str, takes: float, state: str, words: str) -> None:
     fact = judge_gpu("gpu 0", gpu, dtype, takes, "rollout.gpu_memory_utilization")
@@ -129,11 +129,11 @@ def test_no_gpu_says_what_that_means() -> None:
 
 
 def test_the_learner_beside_the_engine() -> None:
-    assert judge_gpu_memory(80 * GB, 40 * GB, 0.4, False).state == "pass"
-    beside = judge_gpu_memory(80 * GB, 60 * GB, 0.4, False)
+    assert judge_gpu_memory(80 * GIB, 40 * GIB, 0.4, False).state == "pass"
+    beside = judge_gpu_memory(80 * GIB, 60 * GIB, 0.4, False)
     assert beside.state == "FAIL" and "lower rollout.gpu_memory_utilization" in beside.text
-    assert "gpu_memory_utilization" not in judge_gpu_memory(80 * GB, 90 * GB, 0.4, False).text
-    assert judge_gpu_memory(80 * GB, 90 * GB, 0.4, True).state == "warn"
+    assert "gpu_memory_utilization" not in judge_gpu_memory(80 * GIB, 90 * GIB, 0.4, False).text
+    assert judge_gpu_memory(80 * GIB, 90 * GIB, 0.4, True).state == "warn"
 
 
 def test_torch_is_looked_at_in_a_process_that_ends() -> None:
@@ -157,37 +157,39 @@ def test_torch_is_looked_at_in_a_process_that_ends() -> None:
 # -- limits ----------------------------------------------------------------------------------------------------------
 
 
-def shm(free: float, total: float = 24 * GB) -> Space:
+def shm(free: float, total: float = 24 * GIB) -> Space:
     return Space(Path("/dev/shm"), int(free), int(total))
 
 
 @pytest.mark.parametrize("shared, need, fallback, state, words", [
-    (shm(20 * GB), 2 * GB, 50 * GB, "pass", "20.0 GB free in /dev/shm, 2.0 GB needed"),
-    (shm(60e6, 64 * 2**20), 2 * GB, 50 * GB, "warn", "`docker run --ipc host`, or --shm-size 4g"),
-    (shm(60e6, 64 * 2**20), 2 * GB, 1 * GB, "FAIL", "prevents every push"),
-    (shm(60e6, 64 * 2**20), None, 50 * GB, "warn", "a container's default"),
-    (shm(1 * GB), 2 * GB, 50 * GB, "warn", "rollout.weights_dir"),
-    (None, 2 * GB, 50 * GB, "pass", "50.0 GB free at /tmp"),
-    (None, 2 * GB, 1 * GB, "FAIL", "prevents every push"),
+    (shm(20 * GIB), 2 * GIB, 50 * GIB, "pass", "20.0 GiB free in /dev/shm, 2.0 GiB needed"),
+    (shm(60e6, 64 * 2**20), 2 * GIB, 50 * GIB, "warn", "`docker run --ipc host`, or --shm-size 5g"),
+    (shm(60e6, 64 * 2**20), 2 * GIB, 1 * GIB, "FAIL", "prevents every push"),
+    (shm(60e6, 64 * 2**20), None, 50 * GIB, "warn", "a container's default"),
+    (shm(1 * GIB), 2 * GIB, 50 * GIB, "warn", "rollout.weights_dir"),
+    (None, 2 * GIB, 50 * GIB, "pass", "50.0 GiB free at /tmp"),
+    (None, 2 * GIB, 1 * GIB, "FAIL", "prevents every push"),
 ])  # fmt: skip
 def test_shared_memory(shared: Space | None, need: int | None, fallback: int, state: str, words: str) -> None:
-    fact = judge_shared_memory(shared, need, Space(Path("/tmp"), fallback, 100 * GB))
+    fact = judge_shared_memory(shared, need, Space(Path("/tmp"), fallback, 100 * GIB))
     assert fact.state == state and words in fact.text
 
 
 def test_disk() -> None:
-    here = Space(Path("/data"), 10 * GB, 100 * GB)
-    assert judge_disk(here, 2 * GB, 5).state == "pass"
-    short = judge_disk(here, 3 * GB, 8)
+    here = Space(Path("/data"), 10 * GIB, 100 * GIB)
+    assert judge_disk(here, 2 * GIB, 5).state == "pass"
+    short = judge_disk(here, 3 * GIB, 8)
     assert (
-        short.state == "FAIL" and "8 checkpoints of 3.0 GB need 24.0 GB" in short.text and "checkpoint 4" in short.text
+        short.state == "FAIL"
+        and "8 checkpoints of 3.0 GiB need 24.0 GiB" in short.text
+        and "checkpoint 4" in short.text
     )
     assert judge_disk(here, None, 8).state == "warn"
-    assert judge_weights_dir(here, 11 * GB).state == "FAIL" and judge_weights_dir(here, 9 * GB).state == "pass"
+    assert judge_weights_dir(here, 11 * GIB).state == "FAIL" and judge_weights_dir(here, 9 * GIB).state == "pass"
 
 
 def test_memory_and_cores() -> None:
-    states = [judge_memory(32 * GB, 16 * GB, need).state for need in (None, 10 * GB, 20 * GB, 40 * GB)]
+    states = [judge_memory(32 * GIB, 16 * GIB, need).state for need in (None, 10 * GIB, 20 * GIB, 40 * GIB)]
     assert states == ["pass", "pass", "warn", "FAIL"]
     assert judge_cores(8, 16, math.inf, 0).state == "pass"
     limited = judge_cores(16, 16, 2.5, 0)

@@ -86,7 +86,10 @@ def test_awkward_values_survive_the_shell(written: Callable[..., str]) -> None:
         ({"sbatch": ["account=mine"]}, "--sbatch 'account=mine': write an option"),
         ({"workers": 9}, "--workers 9 .* need more than --gpus 8"),
         ({"processes": 9}, "--processes 9"),
-        ({"nodes": "1"}, "8 learner processes and rollout.engine=vllm"),
+        ({"nodes": "1"}, "nobody to sample .*--nodes 1\\+1"),
+        ({"nodes": "1", "processes": 8}, "8 learner processes and rollout.engine=vllm"),
+        ({"time": "00:04:00"}, "--grace 300 .* more than half of --time 00:04:00"),
+        ({"beta": [0.02, 0.2]}, "several runs need a name"),
         ({"method": ["dapoo"]}, "dapoo"),
     ],
 )
