@@ -22,11 +22,12 @@ def results(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Itera
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
     files = {name: folder / f"{name}.json" for name in NAMES}
     calls = {name: ["--tiny", "--json", str(files[name])] for name in NAMES}
-    several = "; ".join(f"{name}.main({calls[name]})" for name in ("learner", "growth", "evaluation"))  # imports once
+    several = "; ".join(f"{name}.main({calls[name]})" for name in ("learner", "growth", "evaluation", "simulate"))
+    # one process, so that torch is imported once
     commands = {name: [BENCH / f"{name}.py", *calls[name]] for name in ("trl", "startup", "memory")}
     commands["learner"] = [
         "-c",
-        f"import sys; sys.path.insert(0, {str(BENCH)!r}); import learner, growth, evaluation; {several}",
+        f"import sys; sys.path.insert(0, {str(BENCH)!r}); import learner, growth, evaluation, simulate; {several}",
     ]
     started: dict[str, subprocess.Popen[str]] = {}
     for name in ("trl", "startup", "memory", "learner"):
@@ -37,7 +38,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Itera
     try:
         printed = {name: process.communicate(timeout=200)[0] for name, process in started.items()}
         assert {process.returncode for process in started.values()} == {0}, printed
-        printed["growth"] = printed["evaluation"] = printed["learner"]
+        printed |= dict.fromkeys(("growth", "evaluation", "simulate"), printed["learner"])
         yield {name: (printed[name], json.loads(files[name].read_text())) for name in NAMES}
     finally:
         for process in started.values():
