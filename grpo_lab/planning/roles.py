@@ -63,10 +63,17 @@ def _worker_lines(spec: EngineSpec, learners: int) -> list[str]:
     command = shlex.join(server_command(command_line(server_options(spec)), ["--uds", "SOCKET"]))
     lines = []
     shares = machine_shares(count, settings.worker_gpus, learners) if count else []
-    for index, share in enumerate(shares):
-        changed = server_environment(spec.model.lora_rank > 0, share)
-        own = [f"{k}={v}" for k, v in sorted(changed.items()) if k in share or os.environ.get(k) != v]
-        lines.append(f"worker {index:<4}{shlex.join(own)} {command}")
+    own = [[f"{k}={v}" for k, v in sorted(share.items())] for share in shares]
+    common = [word for word in own[0] if all(word in words for words in own)] if own else []
+    if own:
+        changed = server_environment(spec.model.lora_rank > 0, {})
+        common += [f"{k}={v}" for k, v in sorted(changed.items()) if os.environ.get(k) != v]
+        lines.append(f"workers    {count}, each under a SOCKET of its own: {shlex.join(common)} {command}")
+    for index, words in enumerate(own):
+        rest = shlex.join(word for word in words if word not in common)
+        lines += [f"worker {index:<4}{rest}"] if rest else []
+    if own and not torch.cuda.is_available():
+        lines.append("           as on this machine, which has no GPU; with GPUs each worker gets CUDA_VISIBLE_DEVICES")
     return lines + [
         f"attached   {url}: not started here; `grpo-lab worker` with this config there" for url in settings.urls
     ]

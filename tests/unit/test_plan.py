@@ -144,13 +144,25 @@ def test_commands_of_every_role(tiny_model: Path, monkeypatch: pytest.MonkeyPatc
     config = load_config(
         None, [f"model.name={tiny_model}", "rollout.workers=1", "rollout.urls=[http://a:1]", "model.lora_rank=4"]
     )
-    command, learner, worker, attached = role_lines(config, Launch(("train", "--dry-run", "--name", "a b"), 2))
+    lines = role_lines(config, Launch(("train", "--dry-run", "--name", "a b"), 2))
+    command, learner, worker, *_, attached = lines
     assert command == "command    grpo-lab train --name 'a b'"
     assert "WORLD_SIZE=2" in learner and shlex.join([sys.executable, "-m", "grpo_lab", "train"]) in learner
     words = shlex.split(worker)
     assert words[words.index("--model") + 1] == str(tiny_model) and words[words.index("--max-model-len") + 1] == "1024"
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in words and "--enable-lora" in words
     assert "http://a:1" in attached and "secret" not in worker + learner
+
+
+def test_what_workers_share_is_said_once(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5}, raising=False)
+    config = load_config(None, [f"model.name={tiny_model}", "rollout.workers=2"])
+    lines = role_lines(config, Launch(("train",)))
+    assert sum("api_server" in line for line in lines) == 1
+    assert [line for line in lines if line.startswith("worker ")] == [
+        "worker 0   VLLM_CPU_OMP_THREADS_BIND=3",
+        "worker 1   VLLM_CPU_OMP_THREADS_BIND=5",
+    ]
 
 
 def test_the_whole_plan_loads_back(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
