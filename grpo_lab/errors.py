@@ -22,7 +22,7 @@ class RunError(UserError):
 
 def unknown_name(kind: str, given: str, known: Iterable[str]) -> ConfigError:
     """The error for a name that does not exist, with the near ones first."""
-    names = sorted(known)
+    names = sorted(set(known))
     near = difflib.get_close_matches(given, names, n=2, cutoff=0.6)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     return ConfigError(f"unknown {kind} {given!r}: {hint}allowed: {', '.join(names)}")
