@@ -91,6 +91,11 @@ class RolloutConfig(_Section):
         return plain
 
     @property
+    def started_workers(self) -> int:
+        """The vLLM servers that a run with workers starts itself: one where none is counted and none attached."""
+        return self.workers or int(not self.urls)
+
+    @property
     def has_workers(self) -> bool:
         return bool(self.workers or self.urls or self.engine == "vllm_server")
 

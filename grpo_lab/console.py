@@ -186,7 +186,7 @@ def _engine_line(config: Config) -> str:
     rollout = config.rollout
     if not rollout.has_workers:
         return f"engine {rollout.engine} in the learner's process, with the newest weights"
-    counts = [(rollout.workers or int(not rollout.urls), "started here"), (len(rollout.urls), "attached")]
+    counts = [(rollout.started_workers, "started here"), (len(rollout.urls), "attached")]
     workers = " and ".join(f"{count} {where}" for count, where in counts if count)
     if rollout.max_staleness == 0:
         return f"vLLM workers: {workers}; with the newest weights (max_staleness 0)"

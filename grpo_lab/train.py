@@ -98,6 +98,7 @@ def _loop(parts: Parts, run: RunDir, progress: Progress, console: Console, track
     sampler = BatchesAhead(lambda step: collect_step(parts, step), config.rollout.max_staleness, steps)
     with stop_signals() as stop, sampler:
         job = _Job(parts, run, console, tracker, sampler, Health(config, run.read_metrics()), stop)
+        saved = progress.step
         try:
             bank = _begin(job, progress)
             sampler.allow(progress.step)
@@ -112,9 +113,9 @@ def _loop(parts: Parts, run: RunDir, progress: Progress, console: Console, track
                 console.step(metrics)
                 if _is_milestone(config, progress):
                     save_checkpoint(run.checkpoints, parts.learner, parts.tokenizer, progress)
+                    saved = progress.step
         except Interrupted:
-            last = newest_checkpoint(run.checkpoints)
-            if progress.step > (last.progress.step if last else 0):
+            if progress.step > saved:
                 save_checkpoint(run.checkpoints, parts.learner, parts.tokenizer, progress)
         except NonFiniteError as error:
             last = newest_checkpoint(run.checkpoints)

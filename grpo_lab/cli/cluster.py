@@ -82,7 +82,11 @@ def _members(config: Path, overrides: list[str], grid: dict[str, list[Any]], nam
     from grpo_lab.sweep import Grid, Member, members, state_of
 
     if all(len(values) == 1 for values in grid.values()):
-        sets = [*overrides, *(f"{key}={json.dumps(value)}" for key, [value] in grid.items()), f"run_name={name}"]
+        sets = [
+            *overrides,
+            *(f"{key}={json.dumps(value)}" for key, [value] in grid.items()),
+            f"run_name={json.dumps(name)}",
+        ]
         words = [word for item in sets for word in ("--set", item)]
         found = [Member(load_config(config, sets), ("--config", str(config), *words))]
     else:

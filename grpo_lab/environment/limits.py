@@ -78,7 +78,7 @@ def memory_need(config: Config, measured: Size | None, on_gpu: bool) -> int | No
     dtype, rollout = config.model.dtype, config.rollout
     if on_gpu:
         return 2 * measured.weights("float32")
-    engines = rollout.workers or int(not rollout.urls)
+    engines = rollout.started_workers
     cache = rollout.cpu_kv_cache_gb << 30 if rollout.engine_name.startswith("vllm") else 0
     return measured.learner(dtype) + engines * (measured.weights(dtype) + cache)
 
@@ -169,7 +169,7 @@ def judge_shared_memory(shared: Space | None, need: int | None, fallback: Space)
 def user_limits(config: Config, gpus: int) -> Iterator[Fact]:
     """Open files and processes; locked memory where there are GPUs."""
     rollout = config.rollout
-    servers = (rollout.workers or int(not rollout.urls)) + len(rollout.urls) if rollout.has_workers else 0
+    servers = rollout.started_workers + len(rollout.urls) if rollout.has_workers else 0
     soft, hard = map(_number, resource.getrlimit(resource.RLIMIT_NOFILE))
     yield judge_open_files(soft, hard, servers)
     processes = min(_number(resource.getrlimit(resource.RLIMIT_NPROC)[0]), process_limit())

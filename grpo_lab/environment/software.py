@@ -103,7 +103,7 @@ def vllm_fact(config: Config, on_gpu: bool) -> Iterator[Fact]:
     declared = [Requirement(text) for text in metadata.requires(_DISTRIBUTION) or []]
     specifier = next((r.specifier for r in declared if r.name == "vllm"), SpecifierSet())
     rollout = config.rollout
-    starts_one = rollout.engine_name == "vllm" or bool(rollout.workers or not rollout.urls)
+    starts_one = rollout.engine_name == "vllm" or bool(rollout.started_workers)
     needed = rollout.engine_name in ("vllm", "vllm_server") and starts_one
     versions = {name: version for name, version in installed_versions().items() if name in _VLLM}
     yield judge_vllm(versions, specifier, on_gpu, needed)

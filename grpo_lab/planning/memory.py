@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from grpo_lab.config import Config
+from grpo_lab.environment.cgroups import memory_limit
 from grpo_lab.learner.logprobs import CHUNK_LOGITS
 from grpo_lab.learner.packing import count_tokens, plan_microbatches
 from grpo_lab.planning.model_shape import ModelShape
@@ -91,9 +91,7 @@ def this_machine() -> Machine:
     if torch.cuda.is_available():
         return Machine("GPU", int(torch.cuda.get_device_properties(0).total_memory))
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    words = limit.read_text().strip() if limit.is_file() else "max"
-    return Machine("RAM", min(total, int(words)) if words.isdigit() else total)
+    return Machine("RAM", int(min(total, memory_limit())))
 
 
 def shares_prompt(config: Config, shape: ModelShape | None) -> bool:
@@ -206,5 +204,5 @@ def sampler_memory(config: Config, shape: ModelShape, machine: Machine) -> Sampl
 def running_at_once(config: Config) -> int:
     """The most sequences one worker runs at a time."""
     rollout = config.rollout
-    workers = max(1, (rollout.workers or int(not rollout.urls)) + len(rollout.urls)) if rollout.has_workers else 1
+    workers = max(1, rollout.started_workers + len(rollout.urls)) if rollout.has_workers else 1
     return min(MAX_SEQUENCES, -(-config.rollouts_per_step * (1 + rollout.max_staleness) // workers))

@@ -138,7 +138,7 @@ def _in_one_memory(
     """On a CPU all of them share the memory."""
     rollout, sampler = config.rollout, 0
     if rollout.engine_name in ("vllm", "vllm_server"):
-        count = (rollout.workers or int(not rollout.urls)) if rollout.has_workers else 1
+        count = rollout.started_workers if rollout.has_workers else 1
         sampler = count * sampler_memory(config, shape, machine).total
     elif rollout.engine_name == "hf":
         sampler = sampler_memory(config, shape, machine).weights

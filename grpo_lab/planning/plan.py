@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_lab.config import Config, expand_path
 from grpo_lab.console import Console, describe_config
+from grpo_lab.environment.limits import space
 from grpo_lab.errors import ConfigError
 from grpo_lab.objective.axes import Objective
 from grpo_lab.planning.memory import full_length, learner_memory, running_at_once, shares_prompt, this_machine
@@ -61,7 +61,7 @@ def batch_lines(config: Config, objective: Objective, shape: ModelShape | None, 
 
 def _sampling(config: Config, objective: Objective) -> str:
     rollout = config.rollout
-    count = (rollout.workers or int(not rollout.urls)) + len(rollout.urls)
+    count = rollout.started_workers + len(rollout.urls)
     where = "in the learner's process"
     if rollout.has_workers:
         where = f"over {_count(count, 'worker')}, {-(-config.rollouts_per_step // count):,} each"
@@ -148,9 +148,7 @@ def _saves(config: Config, shape: ModelShape | None) -> str:
         return text
     found = learner_memory(config, shape)
     each = found.masters + found.moments + (0 if config.model.lora_rank else found.weights)
-    folder = Path(expand_path(config.output_dir)).absolute()
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    free = shutil.disk_usage(there).free
+    free = space(Path(expand_path(config.output_dir))).free
     text += f"; {gib(each)} GiB each with the training state, {gib(each * len(steps))} in all, {gib(free)} free"
     return text + ("" if each * len(steps) < free else " - TOO MUCH: raise checkpoint_every or change output_dir")
 

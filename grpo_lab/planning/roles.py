@@ -15,7 +15,7 @@ from grpo_lab.planning.model_shape import local_folder
 from grpo_lab.rollout.engines import EngineSpec
 from grpo_lab.rollout.engines.vllm_server import server_options
 from grpo_lab.rollout.server import machine_shares, server_command, server_environment
-from grpo_lab.rollout.vllm_options import command_line, engine_options
+from grpo_lab.rollout.vllm_options import command_line, in_process_options
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ def role_lines(config: Config, launch: Launch) -> list[str]:
     if config.rollout.has_workers:
         return lines + _worker_lines(spec, launch.processes)
     if config.rollout.engine_name == "vllm":
-        lines.append(f"engine     vLLM in the learner's process with {shlex.join(_in_process(spec))}")
+        options = in_process_options(spec, torch.cuda.is_available())
+        lines.append(f"engine     vLLM in the learner's process with {shlex.join(command_line(options))}")
     return lines
 
 
@@ -59,7 +60,7 @@ def _learner_share(launch: Launch) -> str:
 
 def _worker_lines(spec: EngineSpec, learners: int) -> list[str]:
     settings = spec.rollout
-    count = settings.workers or int(not settings.urls)
+    count = settings.started_workers
     command = shlex.join(server_command(command_line(server_options(spec)), ["--uds", "SOCKET"]))
     lines = []
     shares = machine_shares(count, settings.worker_gpus, learners) if count else []
@@ -77,11 +78,3 @@ def _worker_lines(spec: EngineSpec, learners: int) -> list[str]:
     return lines + [
         f"attached   {url}: not started here; `grpo-lab worker` with this config there" for url in settings.urls
     ]
-
-
-def _in_process(spec: EngineSpec) -> list[str]:
-    on_gpu = torch.cuda.is_available()
-    shared = (
-        {"gpu_memory_utilization": spec.rollout.gpu_memory_utilization, "enable_sleep_mode": True} if on_gpu else {}
-    )
-    return command_line(engine_options(spec, on_gpu) | shared)

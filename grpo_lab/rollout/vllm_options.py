@@ -38,6 +38,12 @@ def engine_options(spec: EngineSpec, on_gpu: bool) -> dict[str, Any]:
     }
 
 
+def in_process_options(spec: EngineSpec, on_gpu: bool) -> dict[str, Any]:
+    """The same for the learner's process: on a GPU it takes a part of the memory, and sleeps between calls."""
+    shared = {"gpu_memory_utilization": spec.rollout.gpu_memory_utilization, "enable_sleep_mode": True}
+    return engine_options(spec, on_gpu) | (shared if on_gpu else {})
+
+
 def sampling_options(request: GenerationRequest, sampling: Sampling) -> dict[str, Any]:
     """vLLM's SamplingParams of one request, every one that changes the distribution given explicitly."""
     return {

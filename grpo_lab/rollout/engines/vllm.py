@@ -18,7 +18,7 @@ import torch
 
 from grpo_lab.errors import ConfigError, RunError
 from grpo_lab.rollout.engines import EngineSpec
-from grpo_lab.rollout.vllm_options import engine_options, sampling_options
+from grpo_lab.rollout.vllm_options import in_process_options, sampling_options
 from grpo_lab.types import Completion, GenerationRequest, Sampling
 
 
@@ -41,21 +41,13 @@ class EngineImpl:
                     "`make setup CUDA=1`, or choose --set rollout.engine=hf"
                 ) from None
             try:
-                self._llm: Any = LLM(
-                    **engine_options(spec, self._on_gpu), **self._colocated(spec), use_tqdm_on_load=False
-                )
+                self._llm: Any = LLM(**in_process_options(spec, self._on_gpu), use_tqdm_on_load=False)
             except (RuntimeError, ValueError) as error:
                 reason = " ".join(str(error).split())[:400]
                 raise RunError(
                     f"vLLM could not start for {spec.model_path}: {reason}; its output is in {log}"
                 ) from None
         self._sleep()
-
-    def _colocated(self, spec: EngineSpec) -> dict[str, Any]:
-        """Sharing a GPU with the learner: a part of the memory, and sleep between calls."""
-        if not self._on_gpu:
-            return {}
-        return {"gpu_memory_utilization": spec.rollout.gpu_memory_utilization, "enable_sleep_mode": True}
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[Completion]:
         """One completion a request, in order."""

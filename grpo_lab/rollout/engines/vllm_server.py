@@ -127,7 +127,7 @@ def server_options(spec: EngineSpec) -> dict[str, Any]:
 
 def _workers(spec: EngineSpec, logs: Path) -> list[Worker]:
     settings = spec.rollout
-    count = settings.workers or (0 if settings.urls else 1)
+    count = settings.started_workers
     if count:
         require_vllm(f"rollout.workers={count}")
     learners = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
