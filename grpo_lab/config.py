@@ -156,6 +156,7 @@ class TrackingConfig(_Section):
     rollouts: bool = True  # keep every rollout as parquet
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     wandb_project: str = "grpo_lab"
+    tensorboard: bool = False  # event files in RUN/tensorboard
 
 
 class Config(_Section):
@@ -169,6 +170,8 @@ class Config(_Section):
     prompts_per_step: int = Field(32, ge=1)
     total_rollouts: int = Field(262_144, ge=1)
     checkpoint_every: int = Field(32_768, ge=1)
+    keep_last: int = Field(0, ge=0)  # the newest checkpoints to keep; 0 = all
+    keep_every: int = Field(0, ge=0)  # with keep_last, also those at multiples of this many rollouts; 0 = none
     output_dir: str = "runs"
     run_name: str | None = None
     model: ModelConfig = ModelConfig()

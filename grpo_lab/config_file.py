@@ -17,6 +17,8 @@ FREE_ON_RESUME = {
     "output_dir",
     "run_name",
     "tracking",
+    "keep_last",
+    "keep_every",
     "total_rollouts",
     "rollout.weights_dir",
     "rollout.mismatch_limit",
