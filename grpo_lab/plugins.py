@@ -1,10 +1,13 @@
 """A file's name is its config name; a dotted path `package.module:Class` loads code from outside the package.
 
+Modules are looked for where Python looks, and then in the folder the command was started in.
 Each plugin folder fixes the class name its files define (`Gate`, `Task`, `EngineImpl`); files starting with `_` are private.
 """
 
 import importlib
+import os
 import pkgutil
+import sys
 from importlib import util
 from typing import Any
 
@@ -29,13 +32,15 @@ def load(package: str, name: str, class_name: str) -> Any:
         return getattr(importlib.import_module(f"{package}.{name}"), class_name)
     module_name, _, attribute = name.partition(":")
     attribute = attribute or class_name
+    if not sys.flags.safe_path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     try:
         if util.find_spec(module_name) is None:
             raise ModuleNotFoundError(f"no module named {module_name!r}")
         module = importlib.import_module(module_name)
     except (ImportError, ValueError) as error:
         colon = "" if ":" in name else f", and write {kind}s of other files as module:{class_name}"
-        raise ConfigError(f"cannot import {kind} {name!r}: {error}; put its folder on PYTHONPATH{colon}") from None
+        raise ConfigError(f"cannot import {kind} {name!r}: {error}; start in its folder or put that on PYTHONPATH{colon}") from None
     if not hasattr(module, attribute):
         raise ConfigError(f"{kind} {name!r}: module {module_name} defines no {attribute!r}")
     return getattr(module, attribute)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grpo_lab.config import Config, expand_path
 from grpo_lab.console import Console, describe_config
-from grpo_lab.environment.limits import space
+from grpo_lab.environment.limits import cores_fact, space
 from grpo_lab.errors import ConfigError
 from grpo_lab.objective.axes import Objective
 from grpo_lab.planning.memory import full_length, learner_memory, running_at_once, shares_prompt, this_machine
@@ -32,6 +32,8 @@ def print_plan(
         console.say(line)
     for line in memory_lines(config, shape, this_machine(), launch):
         console.say(line)
+    for fact in cores_fact(config):
+        console.say(f"{'cores' if fact.state == 'pass' else 'warning':10} {fact.text}")
     try:
         lines = role_lines(config, launch)
     except ConfigError as error:

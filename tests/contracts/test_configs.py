@@ -12,7 +12,9 @@ from grpo_lab.objective.axes import resolve
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", sorted([*CONFIGS.glob("*.yaml"), *CONFIGS.glob("examples/*.yaml")]), ids=lambda p: p.name
+)
 def test_loads_with_every_method(path: Path) -> None:
     for method in METHODS:
         for recipe in ("free_energy", "paper"):

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_lab import plugins
 
-NAMES = plugins.names("grpo_lab.rollout.engines")
+NAMES = [*plugins.names("grpo_lab.rollout.engines"), "configs.examples.own_engine:EngineImpl"]
 
 PROBE = """
 import json, sys

@@ -9,7 +9,7 @@ from grpo_lab import plugins
 from grpo_lab.errors import ConfigError
 from grpo_lab.objective.gates import PACKAGE, GateProtocol, build_gate
 
-NAMES = plugins.names(PACKAGE)
+NAMES = [*plugins.names(PACKAGE), "configs.examples.own_gate:Gate"]
 LOG_RATIOS = torch.tensor([-20.0, -3.0, -1.3, -0.5, -0.21, -0.1, 0.0, 0.1, 0.19, 0.24, 1.0, 1.7, 3.0, 20.0])
 OLD_PROBS = [1e-9, 0.004, 0.3, 0.97]
 
