@@ -154,12 +154,9 @@ def assemble(
     _check_task_size(config, task)
     base = resolve_model(config.model)
     tokenizer = load_tokenizer(base, config.model.trust_remote_code)
-    sampling = Sampling(
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        stop_token_ids=stop_token_ids(base, tokenizer),
-    )
+    sampling = build_sampling(config, base, tokenizer)
+    if not tokenizer.chat_template:
+        say("note       the tokenizer has no chat template: a prompt is the plain text of its messages")
     prompt = render_prompt(tokenizer, task.train[0], config.rollout.max_prompt_tokens)[-_CANARY_TOKENS:]
     canary = prompt if len(prompt) > 1 else prompt * 2
     with ExitStack() as on_failure:
@@ -174,6 +171,16 @@ def assemble(
             parts.push_reference()
         on_failure.pop_all()
         return parts
+
+
+def build_sampling(config: Config, base: Path, tokenizer: Any) -> Sampling:
+    """How the config samples; completions end where the model in `base` says."""
+    return Sampling(
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        stop_token_ids=stop_token_ids(base, tokenizer),
+    )
 
 
 def build_learner(

@@ -10,6 +10,7 @@ import typer
 
 from grpo_lab.cli.training import ConfigFile, Overrides
 from grpo_lab.errors import ConfigError
+from grpo_lab.scratch import write_whole
 
 
 def sweep(
@@ -50,7 +51,7 @@ def sweep(
         for line in ("", *comparison.table(items)):
             console.say(line)
         rows = [dict(zip(comparison.HEAD, comparison.cells(item), strict=True)) for item in items]
-        (folder / "sweep.json").write_text(json.dumps(rows, indent=1))
+        write_whole(folder / "sweep.json", json.dumps(rows, indent=1))
         console.say(f"numbers    {folder / 'sweep.json'}")
         for path in comparison.draw(items, folder / "free_energy"):
             console.say(f"figure     {path}")
@@ -65,12 +66,13 @@ def report(
     from grpo_lab.console import Console
     from grpo_lab.evaluation.page import write_page
 
-    opened = [run for path in runs for run in _runs_below(path)]
+    opened = [run for path in runs for run in runs_below(path)]
     write_page(opened, output)
     Console().say(f"report     {output}")
 
 
-def _runs_below(path: Path) -> list[Any]:
+def runs_below(path: Path) -> list[Any]:
+    """The run `path` is, or those of a folder of runs. ConfigError where there is none."""
     from grpo_lab.run_dir import RunDir
 
     if (path / "config.yaml").is_file() or not path.is_dir():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,9 +19,24 @@ from grpo_lab.learner.learner import Learner
 from grpo_lab.thermo.floor import FloorBracket, PolicyFloor, bracket, policy_side
 from grpo_lab.thermo.gap import GapSplit, IdentityCheck, gap_from_returns, identity_check, smoothed, split_gap
 from grpo_lab.thermo.statistics import Estimate, bootstrap_interval, clustered, paired_difference, pass_at
-from grpo_lab.types import RolloutGroup
+from grpo_lab.types import Problem, RolloutGroup
 
 Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class PerProblem:
+    """Means over the samples of each problem, in the order of `ids`: what two evaluations are compared by, pair by pair.
+
+    `kl` is k1, as F takes it; evaluations of equal `digest` asked the same problems.
+    """
+
+    digest: str
+    ids: list[str]
+    reward: list[float]
+    kl: list[float]
+    kl_rao_blackwell: list[float]
+    reference_reward: list[float]
 
 
 @dataclass(frozen=True)
@@ -53,6 +70,7 @@ class Evaluation:
     unparsable: float
     entropy: float
     length: float
+    per_problem: PerProblem
 
     def to_json(self) -> dict[str, Any]:
         """Plain nested numbers."""
@@ -122,7 +140,18 @@ def measure(
         unparsable=sum(grade.outcome == "unparsable" for grade in grades) / len(grades),
         entropy=float(statistics.entropy.sum() / tokens.completion_mask.sum()),
         length=float(tokens.completion_mask.sum() / tokens.num_sequences),
+        per_problem=PerProblem(
+            problems_digest([group.problem for group in groups]),
+            [group.problem.id for group in groups],
+            *(values.mean(axis=1).tolist() for values in (rewards, log_ratios, full_kl, reference)),
+        ),
     )
+
+
+def problems_digest(problems: Sequence[Problem]) -> str:
+    """sha256 over the problems: ids, messages and answers, in their order."""
+    asked = [[problem.id, problem.messages, problem.answer] for problem in problems]
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
 
 def _powers_of_two(most: int) -> list[int]:

@@ -11,7 +11,8 @@ gradient (policy and reference); the bare loops do the same. Below fp32 only grp
 shows that all compute the same. Useful tokens are the completions'; tokens with prompts count every sibling's prompt,
 however often it was computed. MFU is 2 FLOPs a parameter and token of each forward without gradient and 6 of the update, over
 tokens that are no padding (a shared prompt once), as a share of the rate of a large matrix product on this machine.
-On a GPU the peak of its memory is printed too.
+On a GPU the peak of its memory is printed too. `--profile` instead says which operators a step of each contender spends its
+time in: the limit of what is left to win.
 """
 
 from __future__ import annotations
@@ -136,6 +137,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--only", nargs="+", default=list(CONTENDERS), choices=CONTENDERS, help="needs what you compare with"
     )
+    parser.add_argument("--profile", action="store_true", help="where the time of one step goes, in place of the table")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         if options.tiny:
@@ -165,6 +167,9 @@ def measure(options: Namespace) -> None:
         f"{useful / tokens.num_sequences:.0f} on average; {useful:,} useful, {everything:,} with prompts; {options.dtype}"
     )
     steps = {name: contender(name, options, tokens) for name in options.only}
+    if options.profile:
+        profile(steps, options)
+        return
     samples = common.interleave(steps, options.rounds)
     for timed in samples.values():
         timed["both"] = [a + u for a, u in zip(timed["annotate"], timed["update"], strict=True)]
@@ -199,6 +204,24 @@ def measure(options: Namespace) -> None:
     common.report(
         header, rows, options, {"useful_tokens": useful, "tokens_with_prompts": everything, "samples": samples}
     )
+
+
+def profile(steps: dict[str, Callable[[], dict[str, float]]], options: Namespace, largest: int = 10) -> None:
+    """After a warm step, the share of one step's own time by operator, the `largest` of each contender."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    on_gpu = torch.cuda.is_available()
+    rows = []
+    for name, step in steps.items():
+        step()
+        with profiler(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as recorded:
+            step()
+        times = {e.key: e.self_device_time_total if on_gpu else e.self_cpu_time_total for e in recorded.key_averages()}
+        total = sum(times.values())
+        for operator, time in sorted(times.items(), key=lambda item: -item[1])[:largest]:
+            rows.append([name, operator[:60], round(time / 1e6, 2), f"{time / total:.1%}"])
+    common.report(["contender", "operator", "s", "share"], rows, options, None)
 
 
 if __name__ == "__main__":
