@@ -1,44 +1,75 @@
-"""What a run says on the terminal: one line a step, a bar with the time left on a tty, plain lines elsewhere."""
+"""What a command says on the terminal; of a run, by a view: plain lines, a panel on a tty, only the end, or JSON lines."""
 
 from __future__ import annotations
 
-import sys
-import time
+import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from grpo_lab.config import Config
+from grpo_lab.errors import shown
+from grpo_lab.library_logs import FOLDER, LibraryLogs
 from grpo_lab.methods import METHODS
 from grpo_lab.objective.advice import effective_beta_line, warnings
 from grpo_lab.objective.axes import Objective
+from grpo_lab.terminal.clock import Phase
+from grpo_lab.terminal.json_lines import JsonView
+from grpo_lab.terminal.last_words import LastWords
+from grpo_lab.terminal.live import PanelView, TerminalConsole, can_draw
+from grpo_lab.terminal.plain import PlainView, QuietView
+from grpo_lab.terminal.view import Closing, Opening, View
 
 if TYPE_CHECKING:
     from grpo_lab.evaluation.evaluate import Evaluation
     from grpo_lab.run_dir import RunDir
 
+Style = Literal["auto", "quiet", "json"]
+_WARNING = "warning    "
+
 
 class Console:
-    """Writes to standard output. Paths are never wrapped or coloured, so they can be copied."""
+    """Writes to standard output as it was before `logs`, if given, took it. Paths are never wrapped or coloured.
 
-    def __init__(self) -> None:
-        self._out = RichConsole(highlight=False, soft_wrap=True, emoji=False)
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
-        self._steps = 0
-        self._started = time.monotonic()
-        self._first_step = 0
+    `style` auto: a panel on a terminal that can draw one, else a line a step; quiet: warnings and the end; json: one object a
+    line and an event.
+    """
+
+    def __init__(self, style: Style = "auto", logs: LibraryLogs | None = None) -> None:
+        self._logs = logs
+        self._out = TerminalConsole(file=logs.terminal if logs else None, highlight=False, soft_wrap=True, emoji=False)
+        self._view = self._choose_view(style)
+        if logs:
+            logs.listener = self._interrupted
         self._seen_step = False
         self._said: set[str] = set()
+        self._run: RunDir | None = None
+        self._last_words: LastWords | None = None
+
+    def _choose_view(self, style: Style) -> View:
+        if style == "json":
+            return JsonView(self._write)
+        if style == "quiet":
+            return QuietView(self._write)
+        if can_draw(self._out.file):
+            return PanelView(self._out, self._write, redirect=self._logs is None)
+        return PlainView(self._write)
+
+    def _write(self, text: str) -> None:
+        self._out.print(text, markup=False)
+        self._out.file.flush()
 
     def say(self, text: str) -> None:
-        """One plain line."""
-        self._out.print(text, markup=False)
-        sys.stdout.flush()
+        """One plain line; one that begins with "warning" is told as a warning."""
+        text = shown(text)
+        if text.startswith(_WARNING):
+            self._view.warning(text.removeprefix(_WARNING))
+        else:
+            self._view.line(text)
 
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Callable[[], None]]:
@@ -48,84 +79,99 @@ class Console:
             task = bar.add_task(what, total=total)
             yield lambda: bar.advance(task)
 
+    # -- a run -------------------------------------------------------------------------------------------------------
+
     def describe(self, config: Config, objective: Objective) -> None:
         """The batch algebra, the objective in one line, and what is questionable about it."""
         for line in describe_config(config, objective):
             self.say(line)
 
+    def phase(self, phase: Phase, text: str = "", is_news: bool = False) -> None:
+        """What is being done from now on; without a panel `text` is a line, in the first step only unless it `is_news`."""
+        if self._last_words is None and self._logs is not None:
+            self._last_words = LastWords(self._logs.errors, os.isatty(self._logs.errors))
+            self._last_words.will_be(self._epitaph())
+        in_first_step = f"{'':11}{text}" if text and not self._seen_step else ""
+        self._view.phase(phase, text if is_news else in_first_step)
+
     def started(self, run: RunDir, config: Config, progress: Any) -> None:
-        """The opening lines of a run."""
-        self._steps = config.total_rollouts // config.rollouts_per_step
-        self._first_step = progress.step
-        self._started = time.monotonic()
-        self.say(f"run        {run.path}" + (f" (resumed after step {progress.step})" if progress.step else ""))
-        if self._out.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-            self._bar = Progress(
-                *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._out, transient=True
-            )
-            self._task = self._bar.add_task("steps", total=self._steps, completed=progress.step)
-            self._bar.start()
+        """The opening lines of a run, which from now on has the libraries' log in its folder."""
+        self._run = run
+        self.keep_log(run.path, "libraries.log")
+        if self._last_words:
+            self._last_words.will_be(self._epitaph())
+        self._view.started(Opening(run, config, progress.step))
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """One line about a finished step."""
-        done = int(metrics["step"])
-        rate = (time.monotonic() - self._started) / max(done - self._first_step, 1)
-        left = "" if self._bar else f"  left {_clock(rate * (self._steps - done))}"
-        mismatch = metrics.get("rollout/mismatch_mean", metrics.get("rollout/canary_mean", 0.0))
-        stale = metrics["rollout/staleness_max"]
-        behind = f"stale {stale:.0f}  overlap {metrics['perf/overlap']:.0%}  " if stale else ""
-        self.say(
-            f"step {done:>4}/{self._steps}  rollouts {int(metrics['rollouts/total']):>7,}  "
-            f"reward {metrics['reward/mean']:.3f}  KL {metrics['policy/kl_ref']:7.3f}  F {metrics['policy/free_energy']:+.3f}  "
-            f"gate open {metrics['gate/open_fraction']:.3f}  grad {metrics['policy/grad_norm']:.2f}  "
-            f"mismatch {mismatch:.1e}  {behind}{metrics['perf/tokens_per_second']:.0f} tok/s{left}"
-        )
+        """A finished step, and once each what its batch shows to be wrong."""
+        self._view.step(metrics)
         self._seen_step = True
         for text in batch_warnings(metrics):
             if text not in self._said:
                 self._said.add(text)
-                self.say(f"warning    {text}")
-        if self._bar:
-            self._bar.update(self._task, completed=done)
+                self._view.warning(text)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """One line about a finished evaluation."""
-        e = evaluation
-        self.say(
-            f"eval at {e.rollouts:>9,} rollouts  reward {e.reward}  KL {e.kl}  F {e.free_energy}  "
-            f"floor [{e.floor.lower.mean:+.3f}, {e.floor.upper.mean:+.3f}]"
-        )
+        """A finished evaluation."""
+        self._view.evaluation(evaluation)
 
-    def phase(self, text: str) -> None:
-        """What is being done now: beside the bar on a terminal; elsewhere a line, in the first step only."""
-        if self._bar:
-            self._bar.update(self._task, description=text)
-        elif not self._seen_step:
-            self.say(f"           {text}")
+    def checkpoint(self, folder: Path, rollouts: int) -> None:
+        """A complete checkpoint."""
+        self._view.checkpoint(folder, rollouts)
 
     def finished(self, run: RunDir, table: Sequence[str], figures: Sequence[Path], stopped: str = "") -> None:
         """The closing lines: the evaluations as a table, where everything is, what to run next. `stopped`: a signal's name."""
-        for line in table:
-            self.say(line)
-        self.say(f"run          {run.path}")
-        self.say(f"metrics      {run.metrics_file}")
-        for folder in sorted(run.checkpoints.glob("rollouts_*"))[-1:]:
-            self.say(f"checkpoint   {folder}")
-            self.say(f"next         grpo-lab eval checkpoint {folder}")
-        for figure in figures:
-            if figure.suffix == ".png":
-                self.say(f"figure       {figure}")
-        if stopped:
-            self.say(
-                f"stopped by {stopped}; every whole step is saved. Continue with: grpo-lab train --resume {run.path}"
-            )
+        log = self._logs.file if self._logs and self._logs.has_content else None
+        self._view.finished(Closing(run, table, figures, stopped, log))
+
+    def failure(self, error: str) -> str:
+        """The error, then where the log is, if libraries printed anything, and how to go on, if there is a checkpoint."""
+        parts = [error, *([self._log_words] if self._logs and self._logs.has_content else [])]
+        if self._run and "--resume" not in error and any(self._run.checkpoints.glob("rollouts_*")):
+            parts.append(self._next_words)
+        return "; ".join(parts)
+
+    @property
+    def folder(self) -> Path | None:
+        """The run's, once it has started."""
+        return self._run.path if self._run else None
+
+    def keep_log(self, run: Path | None, name: str) -> None:
+        """Have the libraries' log of this process in the run's folder."""
+        if self._logs and run:
+            self._logs.move_to(run / FOLDER / name)
+
+    def keep_worker_logs(self, folder: Path | None) -> None:
+        """Copy the workers' logs in `folder` to the run's."""
+        if self._run and folder and self._logs:
+            for log in folder.glob("*.log"):
+                with suppress(OSError):
+                    (self._run.path / FOLDER).mkdir(exist_ok=True)
+                    shutil.copy(log, self._run.path / FOLDER / log.name)
 
     def close(self) -> None:
         """Give the terminal back."""
-        if self._bar:
-            self._bar.stop()
-            self._bar = None
+        self._view.close()
+        if self._last_words:
+            self._last_words.cancel()
+            self._last_words = None
+
+    def _interrupted(self, text: str, is_last: bool) -> bool:
+        if is_last and self._last_words:
+            self._last_words.will_be("")  # these are
+        return self._view.interrupted(text.strip(), is_last)
+
+    def _epitaph(self) -> str:
+        more = [self._next_words] if self._run else []
+        return "; ".join(["grpo-lab: the process was ended at once", self._log_words, *more])
+
+    @property
+    def _log_words(self) -> str:
+        return f"what libraries printed is in {self._logs.file}" if self._logs else ""
+
+    @property
+    def _next_words(self) -> str:
+        return f"continue with: grpo-lab train --resume {self._run.path}" if self._run else ""
 
 
 def batch_warnings(metrics: Mapping[str, float]) -> list[str]:
@@ -179,7 +225,7 @@ def describe_config(config: Config, objective: Objective) -> list[str]:
         + f"; task {config.data.task}",
         f"rollouts   {_engine_line(config)}",
     ]  # fmt: skip
-    return lines + [f"warning    {text}" for text in warnings(config, objective)]
+    return lines + [f"{_WARNING}{text}" for text in warnings(config, objective)]
 
 
 def _engine_line(config: Config) -> str:
@@ -195,9 +241,3 @@ def _engine_line(config: Config) -> str:
         f"push{'es' if rollout.max_staleness > 1 else ''} behind; "
         f"in flight at a push: {rollout.in_flight}"
     )
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from grpo_lab.scratch import whole_file
+
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#666666"
 PALETTE = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
 
@@ -19,7 +21,8 @@ def save(figure: Figure, stem: Path, grid: bool = True) -> list[Path]:
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = [stem.parent / f"{stem.name}.{kind}" for kind in ("png", "svg")]
     for path in paths:
-        figure.savefig(path, dpi=150)
+        with whole_file(path) as partial:
+            figure.savefig(partial, format=path.suffix[1:], dpi=150)
     return paths
 
 

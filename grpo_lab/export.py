@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from huggingface_hub import ModelCardData
 from rich.filesize import decimal
-from safetensors import SafetensorError
 
 from grpo_lab.config import Config, ModelConfig, expand_path
 from grpo_lab.console import describe_config
@@ -31,6 +30,7 @@ from grpo_lab.objective.axes import resolve
 from grpo_lab.rollout.engines import EngineSpec
 from grpo_lab.rollout.vllm_options import engine_options
 from grpo_lab.run_dir import RunDir
+from grpo_lab.scratch import PARTIAL, disk_errors
 from grpo_lab.thermo.statistics import Estimate
 
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -89,7 +89,7 @@ def export_checkpoint(path: Path, output: Path, merge: bool, say: Callable[[str]
     output = output.resolve()
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ConfigError(f"{str(output)!r} exists and is not empty: nothing is overwritten; choose a new folder")
-    export = _find(Path(os.path.abspath(path)), merge)
+    export = _find(Path(os.path.abspath(path)), merge, say)
     merged = _merged(export) if merge and export.config.model.lora_rank else None
     with whole_folder(output) as folder:
         for name in export.files:
@@ -108,17 +108,15 @@ def export_checkpoint(path: Path, output: Path, merge: bool, say: Callable[[str]
 @contextmanager
 def whole_folder(output: Path) -> Iterator[Path]:
     """A folder beside `output` to fill; it becomes `output` (absent or empty) when the block ends well, else nothing stays."""
-    partial = output.parent / f".partial-{output.name}"
+    partial = output.parent / f"{PARTIAL}{output.name}"
     shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        os.replace(partial, output)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise RunError(f"cannot write {str(output)!r}: {reason}; free some space or choose another folder") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with disk_errors(output):
+        try:
+            partial.mkdir(parents=True)
+            yield partial
+            os.replace(partial, output)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def model_card(export: Export, name: str) -> str:
@@ -177,10 +175,10 @@ def serve_command(export: Export, folder: str, base: str) -> str:
     return shlex.join([*words, *(["--trust-remote-code"] if model.trust_remote_code else [])])
 
 
-def _find(path: Path, merge: bool) -> Export:
+def _find(path: Path, merge: bool, say: Callable[[str], None]) -> Export:
     """What `path` means, its checkpoint verified."""
     run = RunDir.open(path)
-    checkpoint = newest_checkpoint(run.checkpoints) if run.path == path else load_checkpoint(path)
+    checkpoint = newest_checkpoint(run.checkpoints, say) if run.path == path else load_checkpoint(path)
     if checkpoint is None:
         raise RunError(f"run {path} has no complete checkpoint to export; train until it has saved one")
     return Export(run, run.config, checkpoint, merge)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 
@@ -22,7 +23,15 @@ class Health:
             self._remember(metrics)
 
     def check(self, metrics: Mapping[str, float], step: int) -> None:
-        """RunError when this batch of `step` was not sampled from the learner's policy, or shows it over the last steps."""
+        """RunError when this batch of `step` was not sampled from the learner's policy, or shows it over the last steps.
+
+        Numbers that are not finite stop it too; samples and rewards are when they come here, so the learner's are not.
+        """
+        if broken := not_finite(metrics):
+            raise RunError(
+                f"step {step}: {broken}: log-probs of the learner, or of the reference, are not finite; nothing was trained on "
+                "this batch; check the model, or start again with a lower learner.learning_rate or model.dtype=float32"
+            )
         mismatch = metrics.get("rollout/mismatch_mean", 0.0)  # absent where no sample is of these very weights
         limit = self._rollout.mismatch_limit
         if self._rollout.top_p == 1 and not mismatch <= limit:
@@ -50,3 +59,9 @@ class Health:
 
     def _remember(self, metrics: Mapping[str, float]) -> None:
         self._kl.append((metrics["policy/kl_ref"], metrics["policy/kl_ref_se"]))
+
+
+def not_finite(metrics: Mapping[str, object]) -> str:
+    """The metrics that are not finite, as words; "" where all are."""
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
+    return ", ".join(f"{name} is {value:g}" for name, value in numbers.items() if not math.isfinite(value))

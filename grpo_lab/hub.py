@@ -1,6 +1,8 @@
 """Model names -> local folders, and the tokenizer. The one place that talks to the model hub."""
 
 import hashlib
+import json
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ from grpo_lab.config import ModelConfig, cache_folder
 from grpo_lab.errors import ConfigError
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def resolve_model(model: ModelConfig) -> Path:
@@ -21,14 +24,17 @@ def resolve_model(model: ModelConfig) -> Path:
     name = model.place
     from huggingface_hub import snapshot_download
 
+    files = [*_FILES, "*.py"] if model.trust_remote_code else _FILES
     try:
-        return Path(snapshot_download(name, revision=model.revision, allow_patterns=_FILES))
+        folder = Path(snapshot_download(name, revision=model.revision, allow_patterns=files))
     except Exception as error:
         reason = str(error).strip().split("\n")[0][:200]
         raise ConfigError(
             f"model.name={model.name!r}: the hub did not serve it ({type(error).__name__}: {reason}); check the name and "
             "the network, or give a local folder"
         ) from None
+    _refuse_code(folder, model)
+    return folder
 
 
 def weights_signature(folder: Path) -> dict[str, str]:
@@ -46,13 +52,14 @@ def weights_signature(folder: Path) -> dict[str, str]:
 
 
 def check_local_model(model: ModelConfig) -> Path | None:
-    """The folder of a local model, None for a hub id. ConfigError for a path without a model."""
+    """The folder of a local model, None for a hub id. ConfigError for a path without a model, or one that would run code."""
     name = model.place
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise ConfigError(
                 f"model.name={model.name!r}: the folder has no config.json; give a transformers model folder"
             )
+        _refuse_code(Path(name), model)
         return Path(name).resolve()
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
         hint = (
@@ -60,6 +67,33 @@ def check_local_model(model: ModelConfig) -> Path | None:
         )
         raise ConfigError(f"model.name={model.name!r}: no such folder; {hint}")
     return None
+
+
+def _refuse_code(folder: Path, model: ModelConfig) -> None:
+    """ConfigError for weights that are pickles alone, and for a model that needs its own code, unless that is trusted."""
+    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+    if pickles and not list(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"model.name={model.name!r}: its weights are a pickle, {pickles[0]}, which can run code when it is opened; only "
+            "safetensors are loaded: convert them, or take a revision that has them"
+        )
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        needs_code = "auto_map" in config and config.get("model_type") not in _known_kinds()
+    except (OSError, ValueError, TypeError):
+        return  # whoever loads it says what is wrong
+    if needs_code and not model.trust_remote_code:
+        raise ConfigError(
+            f"model.name={model.name!r}: this model needs Python code that comes with it, which is not run: read it, then set "
+            "model.trust_remote_code=true, or choose a model that transformers knows"
+        )
+
+
+def _known_kinds() -> Container[str]:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    kinds: Container[str] = CONFIG_MAPPING_NAMES
+    return kinds
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:

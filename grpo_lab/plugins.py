@@ -11,7 +11,7 @@ import sys
 from importlib import util
 from typing import Any
 
-from grpo_lab.errors import ConfigError, unknown_name
+from grpo_lab.errors import ConfigError, in_words, unknown_name
 
 
 def names(package: str) -> list[str]:
@@ -38,9 +38,15 @@ def load(package: str, name: str, class_name: str) -> Any:
         if util.find_spec(module_name) is None:
             raise ModuleNotFoundError(f"no module named {module_name!r}")
         module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
+    except (ModuleNotFoundError, ValueError) as error:
         colon = "" if ":" in name else f", and write {kind}s of other files as module:{class_name}"
-        raise ConfigError(f"cannot import {kind} {name!r}: {error}; start in its folder or put that on PYTHONPATH{colon}") from None
+        raise ConfigError(
+            f"cannot import {kind} {name!r}: {error}; start in its folder or put that on PYTHONPATH{colon}"
+        ) from None
+    except Exception as error:
+        raise ConfigError(f"cannot import {kind} {name!r}: {in_words(error)}; correct that file") from None
     if not hasattr(module, attribute):
         raise ConfigError(f"{kind} {name!r}: module {module_name} defines no {attribute!r}")
-    return getattr(module, attribute)
+    if not callable(found := getattr(module, attribute)):
+        raise ConfigError(f"{kind} {name!r} is {repr(found)[:80]}, which cannot be called; name a class or a function")
+    return found

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_lab.errors import RunError
+from grpo_lab.scratch import ADVICE, whole_file
 from grpo_lab.types import Completion, Grade, Problem, RolloutGroup, TrainBatch, UpdateReport
 
 if TYPE_CHECKING:
@@ -21,18 +24,20 @@ def write_groups(
     groups: Sequence[RolloutGroup],
     metadata: dict[str, str] | None = None,
     columns: Mapping[str, Sequence[Any]] | None = None,
+    advice: str = ADVICE,
 ) -> None:
-    """Write `path` whole or not at all. `metadata` goes into the file's schema; `columns` hold one more value a completion."""
+    """Write `path` whole, or not at all with a RunError that ends with `advice`.
+
+    `metadata` goes into the file's schema; `columns` hold one more value a completion.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     table = pa.Table.from_pylist([row for index, group in enumerate(groups) for row in _rows(index, group)])
     for name, values in (columns or {}).items():
         table = table.append_column(name, pa.array(values, pa.list_(pa.float32()) if name in TOKEN_COLUMNS else None))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    pq.write_table(table.replace_schema_metadata(metadata), partial, compression="zstd")
-    partial.replace(path)
+    with whole_file(path, advice) as partial:
+        pq.write_table(table.replace_schema_metadata(metadata), partial, compression="zstd")
 
 
 def token_columns(batch: TrainBatch, advantages: Tensor, report: UpdateReport) -> dict[str, list[Any]]:
@@ -47,18 +52,36 @@ def read_token_columns(path: Path) -> dict[str, list[list[float]]]:
     """The per-token columns of a training step's record, one list a completion; empty for a record without them."""
     import pyarrow.parquet as pq
 
-    names = [name for name in TOKEN_COLUMNS if name in pq.read_schema(path).names]
-    return pq.read_table(path, columns=names).to_pydict() if names else {}
+    with _damage_told(path):
+        names = [name for name in TOKEN_COLUMNS if name in pq.read_schema(path).names]
+        return pq.read_table(path, columns=names).to_pydict() if names else {}
 
 
 def read_groups(path: Path) -> tuple[list[RolloutGroup], dict[str, str]]:
-    """The groups of a file `write_groups` wrote, and its metadata. Messages of the problems are not kept."""
+    """The groups of a file `write_groups` wrote, and its metadata. Messages of the problems are not kept.
+
+    RunError for a damaged file.
+    """
     import pyarrow.parquet as pq
 
-    table = pq.read_table(path)
+    with _damage_told(path):
+        table = pq.read_table(path)
     metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
     rows = table.to_pylist()
     return [_group(list(part)) for _, part in groupby(rows, key=lambda row: row["group"])], metadata
+
+
+@contextmanager
+def _damage_told(path: Path) -> Iterator[None]:
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except (ArrowException, OSError) as error:
+        text = " ".join(str(error).split())[:150]
+        raise RunError(
+            f"{path} cannot be read, it may be damaged ({text}); move it away, or bring back a copy"
+        ) from None
 
 
 def _rows(index: int, group: RolloutGroup) -> list[dict[str, Any]]:

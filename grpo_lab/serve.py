@@ -24,6 +24,7 @@ from grpo_lab.rollout.engines import EngineSpec
 from grpo_lab.rollout.engines.vllm_server import require_vllm, server_options
 from grpo_lab.rollout.server import machine_shares, server_command, server_environment
 from grpo_lab.rollout.vllm_options import command_line
+from grpo_lab.scratch import write_whole
 
 _LOOK_S = 0.5
 
@@ -171,9 +172,8 @@ class Announced:
         """Whole or not at all: others may be reading."""
         if self._folder:
             file = self._folder / f"{url.removeprefix('http://').replace(':', '-')}.url"
-            partial = file.with_suffix(".partial")
-            partial.write_text(url + "\n")
-            self._files[url] = partial.replace(file)
+            write_whole(file, url + "\n")
+            self._files[url] = file
 
     def withdraw(self, url: str) -> None:
         if url in self._files:

@@ -17,6 +17,7 @@ import jinja2
 
 from grpo_lab.config import expand_path
 from grpo_lab.errors import ConfigError, RunError
+from grpo_lab.scratch import whole_file
 from grpo_lab.sweep import Member
 
 _TEMPLATE = "slurm.sbatch.j2"
@@ -166,11 +167,9 @@ def _template() -> jinja2.Template:
 
 def write(text: str, file: Path) -> None:
     """Write the script whole, executable."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text(text)
-    partial.chmod(0o755)
-    partial.replace(file)
+    with whole_file(file) as partial:
+        partial.write_text(text)
+        partial.chmod(0o755)
 
 
 def submit(file: Path) -> str:

@@ -79,8 +79,8 @@ def state_of(member: Member) -> State:
     if changed:
         raise ConfigError(f"{run.path} was run with other settings: {'; '.join(changed)}; choose another --name")
     total = member.config.total_rollouts
-    done = (run.checkpoints / f"rollouts_{total:08d}" / "manifest.json").is_file()
-    evaluated = (run.evaluations / f"rollouts_{total:08d}.json").is_file() or not member.config.evaluation.enabled
+    done = any(at >= total and (path / "manifest.json").is_file() for at, path in run.checkpoint_folders().items())
+    evaluated = run.evaluation_file(total).is_file() or not member.config.evaluation.enabled
     return "finished" if done and evaluated else "unfinished"
 
 
@@ -108,14 +108,17 @@ def run_members(runs: Sequence[Member], console: Console) -> list[RunDir]:
 def _train(arguments: Sequence[str]) -> int:
     """`grpo-lab train` in a process of its own. Stop signals are passed on: it saves, then ends, and the sweep with it."""
     process = subprocess.Popen([sys.executable, "-m", "grpo_lab", "train", *arguments])
+    asked: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
         if number != signal.SIGINT:  # Ctrl-C reaches the whole process group by itself
             process.send_signal(number)
 
     previous = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
     try:
-        return process.wait()
+        code = process.wait()
+        return 130 if asked else code
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
 
-from grpo_lab.cli import cluster, exporting, laboratory, sweeping, training, workers
-from grpo_lab.errors import UserError
+from grpo_lab.cli import (
+    cluster,
+    configuring,
+    exporting,
+    guide,
+    laboratory,
+    looking,
+    sweeping,
+    training,
+    verifying,
+    workers,
+)
+from grpo_lab.errors import UserError, shown
+from grpo_lab.signals import leaving_on_signals
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Train GRPO-family policies and measure how far they are from the Gibbs floor F* = -beta log Z.",
@@ -34,25 +48,41 @@ app.command()(training.train)
 app.command("list")(training.list_names)
 app.command()(workers.worker)
 app.command()(workers.doctor)
+app.command()(verifying.verify_resume)
 app.command()(sweeping.sweep)
 app.command()(sweeping.report)
+app.command()(looking.compare)
+app.command()(looking.rollouts)
+app.command()(looking.rollout)
+app.command()(guide.metrics)
 app.command()(cluster.slurm)
 app.command()(exporting.export)
 app.command()(laboratory.replay)
 app.add_typer(training.evaluate, name="eval")
+app.add_typer(configuring.config, name="config")
 app.add_typer(laboratory.lab, name="lab")
 app.add_typer(laboratory.plot, name="plot")
 
 _UsageError: Any = typer.BadParameter.__mro__[2]  # click's ClickException, in whichever package typer keeps it
 
 
+def _with_value(text: str, words: Sequence[str]) -> str:
+    """A complaint about an option's value with the value, which typer leaves out."""
+    if not (found := re.match(r"Invalid value for '(--[\w-]+)'", text)):
+        return text
+    option, given = found[1], [word.partition("=")[2] for word in words if word.startswith(f"{found[1]}=")]
+    given += [value for word, value in pairwise(words) if word == option]
+    return text.replace(f"'{option}'", f"'{option}': {given[0]!r}", 1) if given else text
+
+
 def main() -> None:
     """Entry point: a UserError becomes one line on standard error and its exit code."""
     try:
-        code = app(standalone_mode=False)
+        with leaving_on_signals():
+            code = app(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except UserError as error:
-        sys.stderr.write(f"grpo-lab: {' '.join(str(error).split())}\n")
+        sys.stderr.write(f"grpo-lab: {' '.join(shown(str(error)).split())}\n")
         sys.exit(error.exit_code)
     except OSError as error:
         where = f" {str(error.filename)!r}" if error.filename else ""
@@ -63,9 +93,11 @@ def main() -> None:
     except typer.Exit as stop:
         sys.exit(stop.exit_code)
     except _UsageError as error:
-        text = error.format_message()
+        text = _with_value(error.format_message(), sys.argv)
         is_help = text.startswith("Usage:")  # a command without its arguments
-        sys.stderr.write(text + "\n" if is_help else f"grpo-lab: {' '.join(text.split())}; see grpo-lab --help\n")
+        sys.stderr.write(
+            text + "\n" if is_help else f"grpo-lab: {' '.join(shown(text).split())}; see grpo-lab --help\n"
+        )
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
         sys.stderr.write("grpo-lab: interrupted\n")

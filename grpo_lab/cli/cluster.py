@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from grpo_lab.cli import completion
+from grpo_lab.cli.outputs import check_file
 from grpo_lab.cli.training import Overrides
 from grpo_lab.config_file import load_config
 from grpo_lab.errors import ConfigError
@@ -16,7 +18,8 @@ from grpo_lab.errors import ConfigError
 def slurm(
     config: Annotated[Path, typer.Argument(help="YAML file of the training, in a folder that all nodes see.")],
     method: Annotated[
-        list[str] | None, typer.Option(help="Repeat for an array of runs. Default: the config's.")
+        list[str] | None,
+        typer.Option(help="Repeat for an array of runs. Default: the config's.", autocompletion=completion.methods),
     ] = None,
     recipe: Annotated[list[str] | None, typer.Option(help="Repeat for more.")] = None,
     beta: Annotated[list[float] | None, typer.Option(help="Repeat for more. Default: the config's.")] = None,
@@ -45,6 +48,7 @@ def slurm(
     submit: Annotated[bool, typer.Option("--submit", help="Also hand it to sbatch.")] = False,
 ) -> None:
     """Write one sbatch script: rollout nodes serve, learner nodes train; it saves, requeues and resumes by itself."""
+    check_file("--output", output)
     base = load_config(config, set_ or [])
     grid: dict[str, list[Any]] = {
         "method": method or [base.method],

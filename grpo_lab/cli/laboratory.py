@@ -9,8 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
+from grpo_lab.cli import completion
+from grpo_lab.cli.outputs import check_file, check_folder
 from grpo_lab.cli.training import quiet_libraries
 from grpo_lab.errors import ConfigError, unknown_name
+from grpo_lab.scratch import write_whole
 
 lab = typer.Typer(
     no_args_is_help=True, help="Objectives held against the exact answer, on a model small enough to enumerate."
@@ -34,7 +37,8 @@ def _plot() -> None:
 @lab.command()
 def equilibrium(
     method: Annotated[
-        list[str] | None, typer.Option(help="A method; repeat for more. Default: the six originals.")
+        list[str] | None,
+        typer.Option(help="A method; repeat for more. Default: the six originals.", autocompletion=completion.methods),
     ] = None,
     gate: Annotated[
         list[str] | None, typer.Option(help="Also this gate of yours, module:Class; repeat for more.")
@@ -55,6 +59,8 @@ def equilibrium(
     for value in betas:
         if not value > 0:
             raise ConfigError(f"--beta {value:g}: a temperature is greater than 0")
+    check_folder("--output", output)
+    check_file("--json", json_file)
     console = Console()
     chosen = survey.axes_rows(betas) if axes else survey.method_rows(methods, recipes, betas)
     gates = [] if axes or (method and not gate) else survey.gate_rows(betas, gate or ())
@@ -85,6 +91,7 @@ def gates(
     from grpo_lab.console import Console
     from grpo_lab.lab import gate_plane
 
+    check_folder("--output", output)
     console = Console()
     if run is not None:
         objectives, cloud = _run_cloud(run, step, method)
@@ -121,6 +128,7 @@ def replay(
     from grpo_lab.lab.recorded import read_step
     from grpo_lab.run_dir import RunDir
 
+    check_file("--json", json_file)
     opened, console = RunDir.open(run), Console()
     objectives = replaying.objectives_of(opened.config, [name for name in methods.split(",") if name])
     recorded = read_step(opened, step)
@@ -131,7 +139,10 @@ def replay(
         from grpo_lab.lab.parameters import nearest_checkpoint, replay_parameters
 
         checkpoint = nearest_checkpoint(opened, recorded.step)
-        console.say(f"gradient by parameter, at the weights of {checkpoint.folder}")
+        console.say(
+            f"gradient by parameter, at the weights of {checkpoint.folder} (after step {checkpoint.progress.step}; the "
+            f"recorded step began with those after step {recorded.step - 1})"
+        )
         results = replay_parameters(opened, checkpoint, recorded, objectives)
     else:
         console.say("gradient by token log-prob, at the log-probs each token was last trained at")
@@ -184,7 +195,4 @@ def _run_cloud(path: Path, step: int | None, names: list[str] | None) -> tuple[d
 
 
 def _write_json(path: Path, value: Any) -> None:
-    try:
-        path.write_text(json.dumps(value, indent=1))
-    except OSError as error:
-        raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}; give a file in a writable folder") from None
+    write_whole(path, json.dumps(value, indent=1), "give a file in a writable folder")

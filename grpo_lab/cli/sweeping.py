@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from grpo_lab.cli import completion
+from grpo_lab.cli.outputs import check_file
 from grpo_lab.cli.training import ConfigFile, Overrides
 from grpo_lab.errors import ConfigError
 from grpo_lab.scratch import write_whole
@@ -15,7 +17,10 @@ from grpo_lab.scratch import write_whole
 
 def sweep(
     config: ConfigFile = None,
-    method: Annotated[list[str] | None, typer.Option(help="Repeat for more. Default: the config's.")] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="Repeat for more. Default: the config's.", autocompletion=completion.methods),
+    ] = None,
     recipe: Annotated[list[str] | None, typer.Option(help="Repeat for more. Default: the config's.")] = None,
     beta: Annotated[
         list[float] | None, typer.Option(help="Repeat for more. Default: 0.01, 0.02, 0.05, 0.1, 0.2.")
@@ -26,9 +31,9 @@ def sweep(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs and what would happen to each.")] = False,
 ) -> None:
     """Every combination, one run after the other: finished ones are skipped, broken ones continued; a table at the end."""
+    from grpo_lab.assemble import check
     from grpo_lab.config_file import load_config
     from grpo_lab.console import Console
-    from grpo_lab.objective.axes import resolve
     from grpo_lab.sweep import Grid, members, run_members, state_of
 
     base, console = load_config(config, set_ or []), Console()
@@ -37,7 +42,7 @@ def sweep(
     grid = Grid(once(method or [base.method]), once(recipe or [base.recipe]), once(betas), once(seed or [base.seed]))
     runs = members(config, set_ or [], grid, name)
     for member in runs:
-        resolve(member.config)
+        check(member.config)
     if dry_run:
         for member in runs:
             console.say(f"{state_of(member):10}  {member.path}")
@@ -60,15 +65,23 @@ def sweep(
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs such as a sweep's.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("report.html"),
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="The page to write. Default: report.html in the one folder given, else here."
+        ),
+    ] = None,
 ) -> None:
     """One self-contained HTML page: figures, tables, configs, warnings and sample completions of the runs."""
     from grpo_lab.console import Console
     from grpo_lab.evaluation.page import write_page
 
     opened = [run for path in runs for run in runs_below(path)]
-    write_page(opened, output)
-    Console().say(f"report     {output}")
+    folder = opened[0].path if len(opened) == 1 else runs[0]
+    page = output or (folder if len(runs) == 1 else Path()) / "report.html"
+    check_file("--output", page)
+    write_page(opened, page)
+    Console().say(f"report     {page}")
 
 
 def runs_below(path: Path) -> list[Any]:

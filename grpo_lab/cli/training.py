@@ -5,15 +5,23 @@ from __future__ import annotations
 import os
 import re
 import sys
+import traceback
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from grpo_lab.cli import completion
+from grpo_lab.cli.outputs import check_file, check_folder
 from grpo_lab.config import Config
 from grpo_lab.config_file import build_config, load_config
-from grpo_lab.errors import ConfigError
+from grpo_lab.errors import ConfigError, RunError, UserError
+
+if TYPE_CHECKING:
+    from grpo_lab.console import Style
+    from grpo_lab.run_dir import RunDir
 
 evaluate = typer.Typer(no_args_is_help=True, help="Measure a policy's free energy.")
 
@@ -21,17 +29,26 @@ ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", help="YAML file; without it the GSM8K experiment's defaults.")
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="Override one key: --set learner.learning_rate=1e-5")
+    list[str] | None,
+    typer.Option(
+        "--set", help="Override one key: --set learner.learning_rate=1e-5", autocompletion=completion.assignments
+    ),
 ]
 
 
 def train(
     config: ConfigFile = None,
     method: Annotated[
-        str | None, typer.Option(help="ppo, grpo, dapo, sao, sapo, gspo, ...: see `grpo-lab list`.")
+        str | None,
+        typer.Option(
+            help="ppo, grpo, dapo, sao, sapo, gspo, ...: see `grpo-lab list`.", autocompletion=completion.methods
+        ),
     ] = None,
     beta: Annotated[float | None, typer.Option(help="Temperature of F = -E[r] + beta KL(pi || pi_ref).")] = None,
-    recipe: Annotated[str | None, typer.Option(help="free_energy (descends F) or paper (as published).")] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="free_energy (descends F) or paper (as published).", autocompletion=completion.recipes),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Run seed; every random choice derives from it.")] = None,
     name: Annotated[str | None, typer.Option("--name", help="Run name; default: method, beta and the time.")] = None,
     set_: Overrides = None,
@@ -53,24 +70,29 @@ def train(
         int, typer.Option(min=1, help="Machines with learner processes; the same command runs on each.")
     ] = 1,
     rendezvous: Annotated[str, typer.Option(help="host:port of one of several --nodes, where they meet.")] = "",
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and the end only.")] = False,
+    json_lines: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object an event and nothing else.")
+    ] = False,
 ) -> None:
     """Train a policy, save checkpoints, evaluate each one's free energy, draw the figures."""
     flags = {"method": method, "beta": beta, "recipe": recipe, "seed": seed, "run_name": name}
     loaded = _config_of_run(resume, config, set_, flags) if resume else load_config(config, set_ or [], flags)
+    if json_lines and (quiet or dry_run):
+        raise ConfigError(f"--json prints every event of a run: leave out {'--quiet' if quiet else '--dry-run'}")
+    if quiet and dry_run:
+        raise ConfigError("--quiet leaves out what --dry-run is for: leave out one of them")
     if probe and (not dry_run or processes * nodes > 1):
         raise ConfigError("--probe works with --dry-run only, and with one process")
     if resume and name:
         raise ConfigError(f"--resume {resume} --name {name}: a resumed run keeps its name; leave out one of them")
-    from grpo_lab.console import Console
     from grpo_lab.run_dir import RunDir
 
-    quiet_libraries()
     if dry_run:
+        quiet_libraries()
         from grpo_lab.planning.origins import origins
 
-        if resume:
-            RunDir.open(resume).refuse_changes(loaded)
-        else:
+        if not resume:
             RunDir.refuse_existing(loaded)
         source = config or (RunDir.open(resume).path / "config.yaml" if resume else None)
         _show_plan(loaded, origins(source, set_ or [], flags), processes, nodes, probe)
@@ -85,9 +107,30 @@ def train(
             )
         check(loaded, processes * nodes)
         raise typer.Exit(launch(processes, sys.argv[1:], nodes, rendezvous if nodes > 1 else "localhost:0"))
-    from grpo_lab.train import train as run_training
+    _run(loaded, "json" if json_lines else "quiet" if quiet else "auto", RunDir.open(resume) if resume else None)
 
-    run_training(loaded, Console(), RunDir.open(resume) if resume else None)
+
+def _run(config: Config, style: Style, resume: RunDir | None) -> None:
+    """Train, with all that libraries print in a log; an error's line says where that is and how to go on."""
+    from grpo_lab.library_logs import LibraryLogs
+
+    quiet_libraries(to_log=True)
+    with LibraryLogs() as logs:
+        from grpo_lab.console import Console
+        from grpo_lab.train import train as run_training
+
+        console = Console(style, logs)
+        try:
+            run_training(config, console, resume)
+        except RunError as error:
+            raise RunError(console.failure(str(error))) from None
+        except (UserError, OSError):
+            raise
+        except Exception:
+            os.write(logs.errors, f"{traceback.format_exc()}{console.failure('grpo-lab: failed')}\n".encode())
+            raise typer.Exit(1) from None
+        finally:
+            console.close()
 
 
 def _show_plan(config: Config, given: Mapping[str, str], processes: int, nodes: int, probe: bool) -> None:
@@ -96,8 +139,10 @@ def _show_plan(config: Config, given: Mapping[str, str], processes: int, nodes: 
     from grpo_lab.console import Console
     from grpo_lab.planning.plan import print_plan
     from grpo_lab.planning.roles import Launch
+    from grpo_lab.tracking import check_trackers
 
     objective = check(config, processes * nodes)
+    check_trackers(config)
     check_data(config)
     print_plan(Console(), config, objective, given, Launch(tuple(sys.argv[1:]), processes, nodes))
     if probe:
@@ -124,8 +169,11 @@ def eval_checkpoint(
         *(set_ or []),
         *_given(("evaluation.samples", samples), ("evaluation.problems", problems), ("beta", beta)),
     ]
+    check_file("--json", json_file)
     if config is None and not path.exists():
-        raise ConfigError(f"no checkpoint at {str(path)!r}; give the folder `grpo-lab train` printed")
+        kept = ", ".join(sorted(folder.name for folder in path.parent.glob("rollouts_*")))
+        hint = f"there are: {kept}" if kept else "give the folder `grpo-lab train` printed"
+        raise ConfigError(f"no checkpoint at {str(path)!r}; {hint}")
     if (path / "config.yaml").is_file():
         inside = sorted(folder.name for folder in path.glob("checkpoints/rollouts_*"))
         raise ConfigError(
@@ -162,8 +210,10 @@ def eval_floor(
     from grpo_lab.console import Console
 
     betas = tuple(beta or (0.01, 0.02, 0.05, 0.1, 0.2))
-    if min(betas) <= 0:
-        raise ConfigError(f"--beta {min(betas):g}: a temperature is greater than 0")
+    for given, value in [("--temperature", temperature), ("--top-p", top_p), *(("--beta", value) for value in betas)]:
+        if not 0 < value < inf:
+            raise ConfigError(f"{given} {value:g}: a finite number greater than 0 is needed")
+    check_folder("--output", output)
     loaded = load_config(config, [*(set_ or []), *_given(("rollout.max_new_tokens", max_tokens))])
     if loaded.data.heldout_problems < prompts:
         raise ConfigError(
@@ -173,7 +223,6 @@ def eval_floor(
     quiet_libraries()
     from grpo_lab.evaluation.floor_study import Protocol, floor_study
 
-    output.mkdir(parents=True, exist_ok=True)
     floor_study(loaded, Protocol(prompts, candidates, temperature, top_p), betas, output, Console())
 
 
@@ -213,16 +262,21 @@ def _config_of_run(resume: Path, config: Path | None, overrides: list[str] | Non
     from grpo_lab.run_dir import RunDir
 
     run = RunDir.open(resume)
+    if run.path != resume:
+        raise ConfigError(f"{str(resume)!r} is a checkpoint; a run goes on from its newest: give --resume {run.path}")
     if config is None:
-        return load_config(run.path / "config.yaml", overrides or [], flags)
-    chosen = load_config(config, overrides or [], flags)
-    kept = {"run_name": run.config.run_name, "output_dir": run.config.output_dir}
-    return build_config({**chosen.model_dump(mode="json"), **kept}, source=str(config))
+        chosen = load_config(run.path / "config.yaml", overrides or [], flags)
+    else:
+        kept = {"run_name": run.config.run_name, "output_dir": run.config.output_dir}
+        tree = load_config(config, overrides or [], flags).model_dump(mode="json")
+        chosen = build_config({**tree, **kept}, source=str(config))
+    run.refuse_changes(chosen)
+    return chosen
 
 
-def quiet_libraries() -> None:
-    """Third parties' progress bars and advice stay off the terminal; their errors do not."""
+def quiet_libraries(to_log: bool = False) -> None:
+    """Third parties' progress bars stay off the terminal; their advice too, unless all they print goes `to_log`."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if to_log else "error")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if to_log else "ERROR")

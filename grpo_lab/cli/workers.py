@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from grpo_lab.cli.outputs import check_folder
 from grpo_lab.cli.training import ConfigFile, Overrides, quiet_libraries
 from grpo_lab.config import Config
 from grpo_lab.config_file import load_config
+from grpo_lab.errors import ConfigError
 
 
 def worker(
@@ -27,6 +29,11 @@ def worker(
     set_: Overrides = None,
 ) -> None:
     """Serve rollouts to trainings that name these addresses in rollout.urls; runs until it is stopped."""
+    if port + count - 1 > 65535:
+        raise ConfigError(
+            f"--port {port} --count {count}: ports end at 65535; choose a lower first one, or 0 for free ones"
+        )
+    check_folder("--announce", announce)
     loaded = load_config(config, [*(set_ or []), "rollout.workers=1", "rollout.urls=[]"])
     quiet_libraries()
     from grpo_lab.assemble import check

@@ -15,6 +15,7 @@ from grpo_lab.config import Config, cache_folder, expand_path
 from grpo_lab.environment.cgroups import cpu_quota, memory_limit, process_limit
 from grpo_lab.environment.facts import Fact, reason, size
 from grpo_lab.environment.model_files import Size
+from grpo_lab.rotation import most_at_once
 
 _CONTAINER_DEFAULT = 64 << 20  # bytes of /dev/shm in a container that was given none
 _FILES_ALONE, _FILES_A_SERVER = 1024, 640  # 512 connections to each server, and room
@@ -102,20 +103,19 @@ def judge_memory(total: int, available: int, need: int | None) -> Fact:
 
 def disk_fact(config: Config, measured: Size | None) -> Iterator[Fact]:
     """The disk of output_dir against the run's checkpoints."""
-    count = -(-config.total_rollouts // config.checkpoint_every)
     each = measured.checkpoint(config.model.dtype) if measured else None
-    yield judge_disk(space(Path(expand_path(config.output_dir))), each, count)
+    yield judge_disk(space(Path(expand_path(config.output_dir))), each, most_at_once(config))
 
 
 def judge_disk(here: Space, each: int | None, count: int) -> Fact:
-    """Room for `count` checkpoints of `each` bytes."""
+    """Room for `count` checkpoints of `each` bytes, the most that are kept at once."""
     text = f"{size(here.free)} free at {here.folder}"
     if each is None:
         return Fact("disk", "pass" if here.free > 20e9 else "warn", f"{text}; {_UNKNOWN}, so the checkpoints' is too")
     text += f", {count} checkpoints of {size(each)} need {size(count * each)}"
     if count * each > here.free:
         room = here.free // each
-        fix = "--set output_dir=FOLDER on a larger disk, or a larger checkpoint_every"
+        fix = "--set output_dir=FOLDER on a larger disk, keep_last=2, or a larger checkpoint_every"
         return Fact("disk", "FAIL", f"{text}: the run would stop at checkpoint {room + 1}; {fix}")
     return Fact("disk", "pass", text)
 

@@ -65,6 +65,11 @@ def run_bank(parts: Parts, folder: Path | None) -> ReferenceBank:
     )
 
 
+def has_bank(folder: Path) -> bool:
+    """Whether a run's own bank lies in `folder`."""
+    return (folder / "reference_bank.parquet").is_file()
+
+
 def reference_bank(
     parts: Parts, folder: Path | None, problems: int, samples: int, sampling: Sampling, shared: bool = False
 ) -> ReferenceBank:
@@ -79,25 +84,31 @@ def reference_bank(
     expected = fingerprint(parts.config, chosen, sampling, samples)
     path = folder / f"reference_bank{f'-{expected[:12]}' if shared else ''}.parquet" if folder else None
     if path and path.is_file():
-        groups, metadata = read_groups(path)
-        if metadata.get("fingerprint") != expected:
-            raise RunError(
-                f"{path} was drawn with other settings (model, data, sampling, seed, problems or samples); evaluate with the "
-                "settings it was drawn with, or move the file away to draw a new bank"
-            )
-        _check_grades(parts, chosen, groups, path)
-        return ReferenceBank(tuple(groups), expected)
+        return _kept_bank(parts, chosen, path, expected)
     sampled = parts.collector.collect(chosen, samples, sampling, PURPOSE)
+    if path and shared and path.is_file():  # a run beside this one was quicker; both are to have the same bank
+        return _kept_bank(parts, chosen, path, expected)
     if path:
         write_groups(path, sampled, {"fingerprint": expected})
     return ReferenceBank(tuple(sampled), expected)
+
+
+def _kept_bank(parts: Parts, problems: Sequence[Problem], path: Path, expected: str) -> ReferenceBank:
+    groups, metadata = read_groups(path)
+    if metadata.get("fingerprint") != expected:
+        raise RunError(
+            f"{path} was drawn with other settings (model, data, sampling, seed, problems or samples); evaluate with the "
+            "settings it was drawn with, or move the file away to draw a new bank"
+        )
+    _check_grades(parts, problems, groups, path)
+    return ReferenceBank(tuple(groups), expected)
 
 
 def _check_grades(parts: Parts, problems: Sequence[Problem], groups: Sequence[RolloutGroup], path: Path) -> None:
     """RunError when today's reward function grades a kept completion otherwise: old and new rewards must not be mixed."""
     for problem, group in zip(problems, groups, strict=True):
         for completion, grade in zip(group.completions, group.grades, strict=True):
-            now = parts.task.grade(problem, completion.text, completion.truncated).reward
+            now = parts.collector.graded(problem, completion).reward
             if now != grade.reward:
                 raise RunError(
                     f"{path}: a completion of {problem.id!r} was graded {grade.reward:g} and is graded {now:g} now: the reward "

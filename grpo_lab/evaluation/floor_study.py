@@ -19,6 +19,7 @@ from grpo_lab.evaluation.bank import ReferenceBank, reference_bank
 from grpo_lab.evaluation.figures import draw_landscape
 from grpo_lab.evaluation.landscape import BETAS, landscape
 from grpo_lab.learner.collate import collate
+from grpo_lab.scratch import write_whole
 from grpo_lab.thermo.candidates import CandidateFloor, Weighting, candidate_floor, candidate_weights, merge_duplicates
 from grpo_lab.thermo.floor import bracket
 from grpo_lab.types import RolloutGroup
@@ -86,7 +87,7 @@ def floor_study(config: Config, protocol: Protocol, betas: Sequence[float], outp
     for line in table(results, rewards, grid, betas):
         console.say(line)
     numbers = output / "floor_study.json"
-    numbers.write_text(json.dumps(_to_json(results, rewards, grid, betas, protocol), indent=1))
+    write_whole(numbers, json.dumps(_to_json(results, rewards, grid, betas, protocol), indent=1))
     console.say(f"numbers    {numbers}")
     for path in draw(results, rewards, grid, output):
         console.say(f"figure     {path}")

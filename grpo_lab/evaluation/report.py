@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from grpo_lab.evaluation.evaluate import Evaluation, measure
 from grpo_lab.evaluation.figures import draw_curves
 from grpo_lab.learner.checkpoint import load_checkpoint
 from grpo_lab.run_dir import RunDir
+from grpo_lab.scratch import write_whole
 from grpo_lab.thermo.statistics import Estimate
 from grpo_lab.types import RolloutGroup
 
@@ -26,18 +27,14 @@ def evaluate_run(
     parts: Parts, run: RunDir, bank: ReferenceBank, groups: Sequence[RolloutGroup], rollouts: int
 ) -> Evaluation:
     """Measure the policy the learner holds now on the `groups` it sampled, and keep the result in the run."""
-    path = run.evaluations / f"rollouts_{rollouts:08d}.json"
     evaluation = measure(parts.learner, groups, bank, parts.config.beta, rollouts, parts.largest_reward)
-    run.evaluations.mkdir(exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(evaluation.to_json(), indent=1))
-    partial.replace(path)
+    write_whole(run.evaluation_file(rollouts), json.dumps(evaluation.to_json(), indent=1), run.advice)
     return evaluation
 
 
 def is_evaluated(run: RunDir, rollouts: int) -> bool:
     """Whether the evaluation at `rollouts` is kept already (a resumed run does not repeat it)."""
-    return (run.evaluations / f"rollouts_{rollouts:08d}.json").is_file()
+    return run.evaluation_file(rollouts).is_file()
 
 
 def sample(parts: Parts) -> Sequence[RolloutGroup]:
@@ -69,7 +66,7 @@ def evaluate_checkpoint(path: Path, config: Config, console: Console, json_file:
     for line in evaluation_lines(evaluation):
         console.say(line)
     if json_file:
-        json_file.write_text(json.dumps(evaluation.to_json(), indent=1))
+        write_whole(json_file, json.dumps(evaluation.to_json(), indent=1))
         console.say(f"numbers    {json_file}")
     return evaluation
 
@@ -136,8 +133,18 @@ def _alarms(e: Evaluation) -> list[str]:
 
 
 def read_evaluations(run: RunDir) -> list[dict[str, Any]]:
-    """Every kept evaluation of a run, by rollouts."""
-    return [json.loads(path.read_text()) for path in sorted(run.evaluations.glob("rollouts_*.json"))]
+    """Every kept evaluation of a run, by rollouts. RunError for one that is damaged."""
+    return [_read(path) for path in sorted(run.evaluations.glob("rollouts_*.json"))]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        row: dict[str, Any] = json.loads(path.read_text())
+        return row
+    except ValueError as error:
+        raise RunError(
+            f"{path} is damaged ({error}): move it away; `grpo-lab eval checkpoint` makes it again where its checkpoint is kept"
+        ) from None
 
 
 def evaluation_table(run: RunDir) -> list[str]:
@@ -153,7 +160,13 @@ def evaluation_table(run: RunDir) -> list[str]:
     return lines
 
 
-def draw_run(run: RunDir) -> list[Path]:
-    """The figures of a run; none before its first evaluation."""
+def draw_run(run: RunDir, say: Callable[[str], None]) -> list[Path]:
+    """The figures of a run; none before its first evaluation. They can be drawn again, so a full disk is only said."""
     rows = read_evaluations(run)
-    return draw_curves(rows, run.figures) if rows else []
+    try:
+        return draw_curves(rows, run.figures) if rows else []
+    except RunError as error:
+        say(
+            f"warning    no figures: {error}; everything else of the run is saved, `grpo-lab report {run.path}` draws them"
+        )
+        return []

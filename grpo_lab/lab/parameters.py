@@ -19,9 +19,11 @@ from grpo_lab.run_dir import RunDir
 
 def nearest_checkpoint(run: RunDir, step: int) -> Checkpoint:
     """The checkpoint whose weights are nearest to those after `step`. ConfigError when the run has none."""
-    found = list(saved_checkpoints(run.checkpoints))
+    damaged = list[str]()
+    found = list(saved_checkpoints(run.checkpoints, damaged.append))
     if not found:
-        raise ConfigError(f"{run.path} has no complete checkpoint to compute gradients at; leave --parameters out")
+        why = f" ({'; '.join(damaged)})" if damaged else ""
+        raise ConfigError(f"{run.path} has no whole checkpoint to compute gradients at{why}; leave --parameters out")
     return min(found, key=lambda checkpoint: abs(checkpoint.progress.step - step))
 
 

@@ -78,10 +78,10 @@ def replay(step: RecordedStep, objectives: Mapping[str, Objective]) -> list[Repl
     return results
 
 
-def cosines(results: Sequence[Replayed]) -> list[list[float]]:
-    """Cosine of every pair of gradients; 0 where one of them is 0."""
-    unit = [r.gradient / max(r.norm, 1e-30) for r in results]
-    return [[float(a @ b) for b in unit] for a in unit]
+def cosines(results: Sequence[Replayed]) -> list[list[float | None]]:
+    """Cosine of every pair of gradients; None where one of them is 0."""
+    unit = [r.gradient / r.norm if r.norm else None for r in results]
+    return [[None if a is None or b is None else float(a @ b) for b in unit] for a in unit]
 
 
 def table(results: Sequence[Replayed]) -> list[str]:
@@ -102,7 +102,9 @@ def table(results: Sequence[Replayed]) -> list[str]:
         lines.append(f"{r.name:{width}}  {r.loss:>+10.5f}  {r.norm:>10.3e}  {cells}")
     lines += ["", f"{'cosine':{width}}  " + "  ".join(f"{r.name[:12]:>12}" for r in results)]
     for r, row in zip(results, cosines(results), strict=True):
-        lines.append(f"{r.name:{width}}  " + "  ".join(f"{value:>12.4f}" for value in row))
+        lines.append(
+            f"{r.name:{width}}  " + "  ".join(f"{'-' if value is None else f'{value:.4f}':>12}" for value in row)
+        )
     return lines
 
 

@@ -61,8 +61,8 @@ class Gradient:
             self._optimizer.discard_gradients()
             if self._optimizer.loss_scale <= 1 or loss != loss:
                 raise NonFiniteError(
-                    f"step {step}: the {'loss' if loss != loss else 'gradient'} is not finite; no weight was changed; lower "
-                    "learner.learning_rate or use --set model.dtype=float32"
+                    f"step {step + 1}: the {'gradient' if math.isfinite(loss) else 'loss'} is not finite; this update changed "
+                    "no weight; start again with a lower learner.learning_rate or model.dtype=float32"
                 )
             self._optimizer.loss_scale /= 2
 
@@ -147,7 +147,7 @@ class Gradient:
                 master.grad = self._ranks.sum(torch.zeros_like(master) if master.grad is None else master.grad)
 
     def _is_finite(self, loss: float) -> bool:
-        """Whether loss and gradient are, on every rank."""
+        """Whether loss and gradient are, on every rank; the norm too, for clipping to an infinite one erases the gradient."""
         gradients = [local(m.grad) for m in self._masters.masters.values() if m.grad is not None]
-        finite = math.isfinite(loss) and all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+        finite = math.isfinite(loss) and bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients)))
         return float(self._ranks.sum(torch.tensor(float(not finite)))) == 0

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from grpo_lab.config import Config
+from grpo_lab.errors import RunError
 from grpo_lab.learner.collate import collate
 from grpo_lab.learner.forward import Forward
-from grpo_lab.learner.gradient import Gradient, Prepared
+from grpo_lab.learner.gradient import Gradient, NonFiniteError, Prepared
 from grpo_lab.learner.logprobs import TokenStatistics
 from grpo_lab.learner.model import PolicyModel
 from grpo_lab.learner.optimizer import LearnerState, PolicyOptimizer
 from grpo_lab.learner.precision import MasterWeights, first_masters
 from grpo_lab.learner.ranks import Ranks, on_every_rank
+from grpo_lab.learner.sharding import local
 from grpo_lab.objective.axes import Objective
 from grpo_lab.objective.loss import batch_totals, loss_inputs
 from grpo_lab.objective.record import correction_record, gate_record
@@ -77,8 +79,17 @@ class Learner:
 
     @on_every_rank
     def statistics(self, tokens: TokenBatch) -> TokenStatistics:
-        """Log-probs, full KL and entropy of the policy against the reference at temperature 1, [N, C] each, on CPU."""
-        return self._forward.statistics(tokens)
+        """Log-probs, full KL and entropy of the policy against the reference at temperature 1, [N, C] each, on CPU.
+
+        RunError when one is not finite.
+        """
+        found = self._forward.statistics(tokens)
+        if not torch.isfinite(found.stack()).all():
+            raise RunError(
+                "the policy cannot be measured: its log-probs, or the reference's, are not finite; check the model, or use "
+                "model.dtype=float32"
+            )
+        return found
 
     @on_every_rank
     def score(self, prompt: tuple[int, ...], completion: tuple[int, ...], reference: bool = False) -> tuple[float, ...]:
@@ -112,7 +123,8 @@ class Learner:
     def update(self, batch: TrainBatch, advantages: Tensor, step: int) -> UpdateReport:
         """`passes` x `mini_batches` optimizer steps on one batch; `advantages` [N]. The order is derived from (seed, step).
 
-        Raises NonFiniteError, before any weight moves, when a loss or gradient is not finite.
+        Raises NonFiniteError, before any weight moves, when a loss or gradient is not finite, and when weights are not
+        after the step.
         """
         settings, objective = self._config.learner, self.gradient.objective
         trained = batch.old_logprobs.clone()
@@ -124,6 +136,7 @@ class Learner:
                     loss = self.gradient.of(batch, advantages, rows, trained, step)
                 for key, value in {"loss": loss, **self.optimizer.step()}.items():
                     totals[key] += value / (settings.passes * settings.mini_batches)
+                self._refuse_broken_weights(step)
         inputs = loss_inputs(batch, advantages, objective, batch_totals(batch.tokens, objective))
         metrics = {
             **totals,
@@ -134,6 +147,14 @@ class Learner:
         if objective.correction != "none":
             metrics |= correction_record(inputs)
         return UpdateReport(metrics, trained)
+
+    def _refuse_broken_weights(self, step: int) -> None:
+        finite = all(bool(torch.isfinite(local(p)).all()) for p in self.policy.trainable().values())
+        if float(self.ranks.sum(torch.tensor(float(not finite)))):
+            raise NonFiniteError(
+                f"step {step + 1}: the update made weights that {self._config.model.dtype} cannot hold; they were not saved "
+                "and not sampled from; start again with a lower learner.learning_rate or another model.dtype"
+            )
 
     def _take_prepared(self, advantages: Tensor) -> float | None:
         """The loss of the gradient that `prepare` left in the masters, if it is of these advantages."""

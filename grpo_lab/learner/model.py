@@ -116,7 +116,7 @@ def _load(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
 
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=config.trust_remote_code
+            folder, dtype=dtype, trust_remote_code=config.trust_remote_code, use_safetensors=True
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load a model from {folder}: {' '.join(str(error).split())[:300]}") from None

@@ -13,16 +13,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_lab.learner.learner import Learner
+from grpo_lab.scratch import disk_errors
 
 
 def export_weights(learner: Learner, folder: Path, reference: bool = False) -> None:
-    """Write the policy (or the reference) to `folder`: the whole model, of a LoRA policy the adapter as peft saves it."""
-    if learner.policy.lora and not reference:
-        learner.policy.model.save_pretrained(folder, state_dict=learner.weights())
-    else:
-        _export_model(
-            learner.policy.reference if reference else learner.policy.model, learner.weights(reference), folder
-        )
+    """Write the policy (or the reference) to `folder`: the whole model, of a LoRA policy the adapter as peft saves it.
+
+    RunError when the disk refuses.
+    """
+    with disk_errors(folder, "free some space there, or set rollout.weights_dir to a larger folder"):
+        if learner.policy.lora and not reference:
+            learner.policy.model.save_pretrained(folder, state_dict=learner.weights())
+        else:
+            model = learner.policy.reference if reference else learner.policy.model
+            _export_model(model, learner.weights(reference), folder)
 
 
 def save_model(learner: Learner, folder: Path) -> None:

@@ -48,10 +48,13 @@ def advantages(returns: Tensor, name: AdvantageName, ddof: int = 1, eps: float =
 
     leave_one_out: R_i - mean of the others (Kool et al. 2019). center: R_i - mean (Liu et al. 2503.20783).
     zscore: (R_i - mean) / (std + eps) (Shao et al. 2402.03300; ddof and eps as in TRL). batch_zscore: the same with the std
-    of all returns of the batch, one number for every prompt.
+    of all returns of the batch, one number for every prompt. Equal returns, and one alone, have advantage 0 exactly.
     """
     group_size = returns.shape[1]
-    centered = (returns - returns.mean(dim=1, keepdim=True)).detach()
+    if group_size == 1:
+        return torch.zeros_like(returns)
+    apart = returns - returns[:, :1]  # exactly 0 where all are equal, while their mean is rounded
+    centered = (apart - apart.mean(dim=1, keepdim=True)).detach()
     if name == "leave_one_out":
         return centered * (group_size / (group_size - 1))
     if name == "zscore":

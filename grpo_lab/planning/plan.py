@@ -15,6 +15,7 @@ from grpo_lab.planning.memory_lines import gib, memory_lines
 from grpo_lab.planning.model_shape import ModelShape, model_shape
 from grpo_lab.planning.origins import annotated_yaml
 from grpo_lab.planning.roles import Launch, role_lines
+from grpo_lab.rotation import most_at_once
 
 _LISTED = 3  # checkpoints named before the last
 
@@ -151,8 +152,12 @@ def _saves(config: Config, shape: ModelShape | None) -> str:
     found = learner_memory(config, shape)
     each = found.masters + found.moments + (0 if config.model.lora_rank else found.weights)
     free = space(Path(expand_path(config.output_dir))).free
-    text += f"; {gib(each)} GiB each with the training state, {gib(each * len(steps))} in all, {gib(free)} free"
-    return text + ("" if each * len(steps) < free else " - TOO MUCH: raise checkpoint_every or change output_dir")
+    most = most_at_once(config)
+    kept = "in all" if most == len(steps) else f"for the {most} that are kept at once"
+    text += f"; {gib(each)} GiB each with the training state, {gib(each * most)} {kept}, {gib(free)} free"
+    return text + (
+        "" if each * most < free else " - TOO MUCH: set keep_last, raise checkpoint_every or change output_dir"
+    )
 
 
 def _evaluation_lines(config: Config) -> list[str]:

@@ -40,8 +40,9 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start under guard.py in a session of its own, so that Ctrl-C in a terminal reaches the owner alone."""
-        self.socket.parent.mkdir(mode=0o700, exist_ok=True)
         self.socket.unlink(missing_ok=True)
+        if len(str(self.socket)) > _LONGEST_SOCKET:  # a new folder each time: nobody else can have made it before
+            self.socket = Path(tempfile.mkdtemp(prefix="grpo-", dir="/tmp")) / "sock"
         self._log_start = self.log.stat().st_size if self.log.is_file() else 0
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -74,6 +75,7 @@ class ServerProcess:
             self._process = None
         if self.socket.parent != self.log.parent:
             shutil.rmtree(self.socket.parent, ignore_errors=True)
+            self.socket = self.log.with_suffix(".sock")
 
     def last_error(self) -> str:
         """The last line of the log since the newest start that says what went wrong, "" when none does."""

@@ -72,9 +72,9 @@ class Worker:
         assert self.server is not None
         if self.client:
             await self.client.close()
-        self.client = WorkerClient("http://worker", self.server.socket)
         self._adapter, self._adapters, self._proof = None, {}, None
         self.server.start()
+        self.client = WorkerClient("http://worker", self.server.socket)
         deadline = time.monotonic() + START_S
         while self.server.is_running and time.monotonic() < deadline:
             if await self.api.is_healthy():

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from grpo_lab import plugins
 from grpo_lab.config import DataConfig
+from grpo_lab.errors import ConfigError, UserError, in_words
 from grpo_lab.tasks._stream import problems_for_step
 from grpo_lab.types import Grade, Problem
 
@@ -32,7 +33,14 @@ class TaskProtocol(Protocol):
 
 def load_task(data: DataConfig) -> TaskProtocol:
     """The task `data.task` names; ConfigError when the name, its options or its data are wrong."""
-    task: TaskProtocol = find_task(data.task)(data)
+    try:
+        task: TaskProtocol = find_task(data.task)(data)
+    except UserError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"task {data.task!r} cannot be made: {in_words(error)}; see `jsonl` for one") from None
+    if missing := [name for name in ("train", "heldout", "grade") if not hasattr(task, name)]:
+        raise ConfigError(f"task {data.task!r} has no {' and no '.join(missing)}; a task has train, heldout and grade")
     return task
 
 

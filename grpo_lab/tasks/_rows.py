@@ -58,6 +58,10 @@ def read_rows(file: Path) -> Iterator[Row]:
 def _row(where: str, line: str) -> Row:
     try:
         record = json.loads(line)
+        if "\\ud" in line.lower():  # half of a surrogate pair is no text: tokenizers and parquet refuse it
+            json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{where}: half of a surrogate pair (\\ud800 to \\udfff alone); correct the row") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not valid JSON ({error}); each line must be one JSON object") from None
     if not isinstance(record, dict):

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from grpo_lab import plugins
 from grpo_lab.config import DataConfig
-from grpo_lab.errors import ConfigError, RunError
+from grpo_lab.errors import ConfigError, RunError, in_words, spelled
 from grpo_lab.tasks._answers import grade_number, require_number
 from grpo_lab.tasks._options import Options, read_options
 from grpo_lab.tasks._rows import Row, find_file, read_rows
@@ -61,14 +61,19 @@ class Task:
     def _grade_by_function(self, function: RewardFunction, problem: Problem, text: str, truncated: bool) -> Grade:
         if truncated:
             return Grade(self._options.truncated_reward, "truncated")
-        reward = function(problem, text)
         try:
-            value = float(reward)
-        except (TypeError, ValueError):
+            reward = function(problem, text)
+        except Exception as error:
+            raise RunError(
+                f"reward {self._options.reward!r} failed on a completion of problem {problem.id!r}: {in_words(error)}"
+            ) from None
+        try:
+            value = math.nan if isinstance(reward, str | bytes) else float(reward)
+        except (TypeError, ValueError, OverflowError):
             value = math.nan
         if not math.isfinite(value):
             raise RunError(
-                f"reward {self._options.reward!r} gave {reward!r} for problem {problem.id!r}; return a finite number"
+                f"reward {self._options.reward!r} gave {spelled(reward)} for problem {problem.id!r}; return a finite number"
             )
         if value > self.largest_reward:
             raise RunError(
@@ -96,10 +101,6 @@ def _grade_exact(answer: str, text: str, truncated: bool) -> Grade:
 
 def _load_reward(name: str) -> RewardFunction:
     function: RewardFunction = plugins.load("grpo_lab.tasks", name, "reward")
-    if not callable(function):
-        raise ConfigError(
-            f"data.options.reward={name!r} is a {type(function).__name__}; name a function f(problem, text)"
-        )
     return function
 
 

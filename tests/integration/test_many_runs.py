@@ -106,7 +106,7 @@ def test_report_is_one_page_that_escapes_what_models_write(tiny_config: Path, tm
     page = _Page()
     page.feed(text)
     assert "script" not in page.tags and text.count("&lt;script&gt;alert(1)") == 2
-    assert page.sources and all(source.startswith("data:image/svg+xml;base64,") for source in page.sources)
+    assert page.sources and all(source.startswith(("data:image/svg+xml;base64,", "#run-")) for source in page.sources)
     assert "divided by std(r)" in text and re.search(r"F - F_ref|F − F_ref", text) and "beta: 0.05" in text
 
 

@@ -195,7 +195,7 @@ def test_non_finite_advantages_stop_before_the_step(tiny_model: Path) -> None:
     batch: TrainBatch = built.annotate(collate(make_groups()))
     advantages = torch.zeros(12)
     advantages[3] = float("nan")
-    with pytest.raises(NonFiniteError, match="step 7"):
+    with pytest.raises(NonFiniteError, match="step 8: the loss is not finite"):
         built.update(batch, advantages, 7)
     assert all(torch.equal(before[name], p) for name, p in built.policy.trainable().items())
 

@@ -59,5 +59,5 @@ def test_a_mismatch_stops_at_once_and_nan_too() -> None:
         RunError, match=r"step 3: sampler and learner differ by 0.4 nats per token on average .limit 0.3"
     ):
         Health(config(2, 4)).check(row(1.0, mismatch=0.4), 3)
-    with pytest.raises(RunError, match="differ by nan"):
+    with pytest.raises(RunError, match="rollout/mismatch_mean is nan: log-probs of the learner"):
         Health(config(2, 4)).check(row(1.0, mismatch=float("nan")), 1)

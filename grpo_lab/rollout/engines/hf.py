@@ -38,7 +38,10 @@ class EngineImpl:
     def __init__(self, spec: EngineSpec) -> None:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model: Any = AutoModelForCausalLM.from_pretrained(
-            spec.model_path, dtype=getattr(torch, spec.model.dtype), trust_remote_code=spec.model.trust_remote_code
+            spec.model_path,
+            dtype=getattr(torch, spec.model.dtype),
+            trust_remote_code=spec.model.trust_remote_code,
+            use_safetensors=True,
         )
         self._model.to(self._device).eval()
         self._version = 0

@@ -117,6 +117,10 @@ def _output_kept() -> Iterator[str]:
         os.dup2(descriptor, 2)
         yield path
         os.unlink(path)
+    except BaseException as error:
+        if not isinstance(error, Exception):  # a stop signal came: nothing went wrong that it would tell
+            os.unlink(path)
+        raise
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -38,13 +38,13 @@ class EngineImpl:
 
     def __init__(self, spec: EngineSpec) -> None:
         _raise_file_limit()
-        self._logs = scratch_folder("workers")
+        self.logs = scratch_folder("workers")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout workers", daemon=True)
         self._thread.start()
         self._pool: Pool | None = None
         try:
-            workers = _workers(spec, self._logs)
+            workers = _workers(spec, self.logs)
             self._pool = Pool(workers, spec.rollout, spec.say)
             self._wait_for(self._pool.start(spec.max_model_len))
         except BaseException as error:
@@ -79,7 +79,7 @@ class EngineImpl:
             self._thread.join()
             self._loop.close()
         if not keep_logs:
-            shutil.rmtree(self._logs, ignore_errors=True)
+            shutil.rmtree(self.logs, ignore_errors=True)
 
     @property
     def _running(self) -> Pool:

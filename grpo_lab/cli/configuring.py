@@ -1,0 +1,88 @@
+"""The commands about a configuration alone: show it resolved, compare two, explain a key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from grpo_lab.cli import completion
+from grpo_lab.cli.training import ConfigFile, Overrides
+from grpo_lab.config import Config
+from grpo_lab.config_file import changes, load_config
+from grpo_lab.errors import ConfigError
+
+config = typer.Typer(no_args_is_help=True, help="Look at configurations: resolved, compared, explained.")
+
+
+@config.command()
+def show(
+    run: Annotated[Path | None, typer.Argument(help="A run folder, in place of --config.")] = None,
+    config_file: ConfigFile = None,
+    method: Annotated[str | None, typer.Option(help="As for train.", autocompletion=completion.methods)] = None,
+    recipe: Annotated[str | None, typer.Option(help="As for train.", autocompletion=completion.recipes)] = None,
+    beta: Annotated[float | None, typer.Option(help="As for train.")] = None,
+    seed: Annotated[int | None, typer.Option(help="As for train.")] = None,
+    set_: Overrides = None,
+) -> None:
+    """Every setting with where it comes from, as YAML that --config takes."""
+    from grpo_lab.objective.axes import resolve
+    from grpo_lab.planning.origins import annotated_yaml, origins
+
+    flags = {"method": method, "beta": beta, "recipe": recipe, "seed": seed}
+    given = [*(name for name, value in flags.items() if value is not None), *(["--set"] if set_ else [])]
+    if run and (config_file or given):
+        raise ConfigError(
+            f"config show {run}: it shows that run as it is: leave out --config, --method, --set and the like"
+        )
+    if run:
+        loaded = _read(run)
+        sources = {change.key: str(run) for change in changes(Config(), loaded)}
+    else:
+        loaded = load_config(config_file, set_ or [], flags)
+        sources = origins(config_file, set_ or [], flags)
+    typer.echo(annotated_yaml(loaded, resolve(loaded), sources))
+
+
+@config.command()
+def diff(
+    first: Annotated[Path, typer.Argument(help="A YAML file or a run folder; alone it is compared with the defaults.")],
+    second: Annotated[Path | None, typer.Argument(help="Another YAML file or run folder.")] = None,
+    resume_relevant: Annotated[
+        bool, typer.Option("--resume-relevant", help="Mark the keys that a resumed run may not change.")
+    ] = False,
+) -> None:
+    """The keys that differ, `key: a -> b`; what a file leaves out has its default."""
+    found = changes(_read(first), _read(second)) if second else changes(Config(), _read(first))
+    for change in found:
+        mark = ("!  " if change.is_trajectory else "   ") if resume_relevant else ""
+        typer.echo(f"{mark}{change}")
+    if not found:
+        typer.echo("no difference")
+    elif resume_relevant:
+        count = sum(change.is_trajectory for change in found)
+        typer.echo(f"!  {count} of {len(found)} would change the trajectory: a resumed run may not change them")
+
+
+@config.command()
+def explain(
+    key: Annotated[
+        str | None,
+        typer.Argument(help="A key or a section; without it all are listed.", autocompletion=completion.keys),
+    ] = None,
+) -> None:
+    """What a key means, what may be written there, its default, what methods set it to, whether a resumed run may change it."""
+    from grpo_lab.explain import explain as lines
+
+    for line in lines(key):
+        typer.echo(line)
+
+
+def _read(path: Path) -> Config:
+    """Of a YAML file, or of the run a folder is (or is a checkpoint of)."""
+    from grpo_lab.run_dir import RunDir
+
+    if path.is_dir():
+        return RunDir.open(path).config
+    return load_config(path)
