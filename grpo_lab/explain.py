@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
-from pkgutil import iter_modules
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -15,6 +13,7 @@ from grpo_lab.config_file import build_config, in_yaml, is_free
 from grpo_lab.config_names import fields, known_part, section_of, unknown_key
 from grpo_lab.methods import METHODS
 from grpo_lab.objective.axes import CORRECTION_OPTIONS, Objective, resolve
+from grpo_lab.plugins import names
 
 _PLUGINS = {
     "data.task": "grpo_lab.tasks",
@@ -75,9 +74,7 @@ def kind_of(key: str, field: FieldInfo) -> str:
         first, *rest = text.split(", or ")
         text = ", or ".join([f"{first} {' and '.join(limits)}", *rest])
     if key in _PLUGINS:
-        text = f"one of {', '.join(plugin_names(_PLUGINS[key]))}, or module:Class" + (
-            ", or null" if "null" in text else ""
-        )
+        text = f"one of {', '.join(names(_PLUGINS[key]))}, or module:Class" + (", or null" if "null" in text else "")
     return text
 
 
@@ -135,10 +132,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {number:g}" for name, number in value.items()) or "{}"
     return value if isinstance(value, str) and value else in_yaml(value)
-
-
-def plugin_names(package: str) -> list[str]:
-    """The names of a folder's plugins, without importing it: gates import torch."""
-    spec = find_spec(package)
-    places = spec.submodule_search_locations if spec else None
-    return sorted(module.name for module in iter_modules(places) if not module.name.startswith("_"))

@@ -15,9 +15,10 @@ from grpo_lab.errors import ConfigError, in_words, unknown_name
 
 
 def names(package: str) -> list[str]:
-    """Names of the plugins in a package, sorted; nothing is imported but the package itself."""
-    path = importlib.import_module(package).__path__
-    return sorted(m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_"))
+    """Names of the plugins in a package, sorted; nothing is imported, since gates import torch."""
+    spec = util.find_spec(package)
+    assert spec, package
+    return sorted(m.name for m in pkgutil.iter_modules(spec.submodule_search_locations) if not m.name.startswith("_"))
 
 
 def load(package: str, name: str, class_name: str) -> Any:
@@ -48,5 +49,7 @@ def load(package: str, name: str, class_name: str) -> Any:
     if not hasattr(module, attribute):
         raise ConfigError(f"{kind} {name!r}: module {module_name} defines no {attribute!r}")
     if not callable(found := getattr(module, attribute)):
-        raise ConfigError(f"{kind} {name!r} is {repr(found)[:80]}, which cannot be called; name a class or a function")
+        raise ConfigError(
+            f"{kind} {name!r} is a {type(found).__name__}, which cannot be called; name a class or a function"
+        )
     return found

@@ -29,7 +29,7 @@ from grpo_lab.rotation import rotate
 from grpo_lab.run_dir import RunDir
 from grpo_lab.run_lock import run_lock
 from grpo_lab.signals import Interrupted, StopRequest, stop_signals
-from grpo_lab.tracking import Tracker, check_trackers
+from grpo_lab.tracking import Tracker
 
 
 def train(config: Config, console: Console, resume: RunDir | None = None) -> RunDir | None:
@@ -58,7 +58,6 @@ def _lead(config: Config, console: Console, resume: RunDir | None, ranks: Ranks,
         held.enter_context(run_lock(resume.path, console.say))
     checkpoint = _resume_point(config, resume, console.say) if resume else None
     console.describe(config, check(config))
-    check_trackers(config)
     if not resume:
         RunDir.refuse_existing(config)
     console.phase(
@@ -75,7 +74,7 @@ def _lead(config: Config, console: Console, resume: RunDir | None, ranks: Ranks,
             run.rewind(progress.step)
             rotate(run, config, console.say)  # a run that was killed while it removed some goes on with that
             console.started(run, config, progress)
-            with Tracker(config, run) as tracker:
+            with Tracker(config, run, console.say) as tracker:
                 stopped = _loop(parts, run, progress, console, tracker, stop)
         except torch.OutOfMemoryError as error:
             raise RunError(
@@ -103,9 +102,7 @@ class _Job:
     stop: StopRequest
 
 
-def _loop(
-    parts: Parts, run: RunDir, progress: Progress, console: Console, tracker: Tracker, stop: StopRequest
-) -> str:
+def _loop(parts: Parts, run: RunDir, progress: Progress, console: Console, tracker: Tracker, stop: StopRequest) -> str:
     """Steps and evaluations until the end or a stop signal; returns the signal's name, "" at the end.
 
     A signal that comes while completions are sampled ends it at once: nothing has been learnt from them yet, and the resumed
@@ -165,7 +162,7 @@ def _evaluate(job: _Job, progress: Progress, bank: ReferenceBank) -> None:
         groups = bank.groups if progress.rollouts == 0 else sample(job.parts)  # at 0 the policy is the reference
     evaluation = evaluate_run(job.parts, job.run, bank, groups, progress.rollouts)
     job.console.evaluation(evaluation)
-    job.tracker.log(evaluation.flat(), progress.rollouts)
+    job.tracker.evaluated(evaluation.flat(), groups, progress.rollouts)
 
 
 def _step(job: _Job, progress: Progress) -> tuple[Progress, dict[str, float]]:

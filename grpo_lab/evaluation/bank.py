@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,7 +101,9 @@ def _kept_bank(parts: Parts, problems: Sequence[Problem], path: Path, expected: 
             "settings it was drawn with, or move the file away to draw a new bank"
         )
     _check_grades(parts, problems, groups, path)
-    return ReferenceBank(tuple(groups), expected)
+    # the file keeps no messages, and an evaluation's digest of its problems covers them
+    whole = (replace(group, problem=problem) for problem, group in zip(problems, groups, strict=True))
+    return ReferenceBank(tuple(whole), expected)
 
 
 def _check_grades(parts: Parts, problems: Sequence[Problem], groups: Sequence[RolloutGroup], path: Path) -> None:

@@ -104,7 +104,8 @@ def main() -> int:
     asked = [False]
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: asked.__setitem__(0, True))
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks the owner to save, which still needs the command; it inherits this
+    # SIGUSR1 asks the owner to save, which still needs the command; the command inherits this
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     _adopt_orphans()
     command = _Command(sys.argv[1:])
     word: bytes | None = None

@@ -72,6 +72,10 @@ def has_no_config(run: RunDir, planned: Planned, config: Config) -> None:
         )
 
 
+def has_a_bank_and_no_evaluation(run: RunDir, planned: Planned, config: Config) -> None:
+    assert [path.name for path in run.evaluations.glob("[!.]*")] == ["reference_bank.parquet"]
+
+
 def has_half_a_checkpoint(run: RunDir, planned: Planned, config: Config) -> None:
     (partial,) = run.checkpoints.glob(".partial-*")
     assert not (partial / "manifest.json").exists()
@@ -91,6 +95,7 @@ def has_rollouts_without_their_line(run: RunDir, planned: Planned, config: Confi
 
 FEW = (  # a kind, the operation it means here, what the kill leaves
     ("folder of the run", "os.rename run/config.yaml", has_no_config),
+    ("file of an evaluation", "os.rename run/evaluations/rollouts_00000000", has_a_bank_and_no_evaluation),
     ("checkpoint, half-written", "rollouts_00000008", has_half_a_checkpoint),
     ("checkpoint between manifest and rename", "rollouts_00000016", has_a_sealed_checkpoint),
     ("line of metrics", "3 open", has_rollouts_without_their_line),

@@ -80,7 +80,12 @@ class Nursery:
         self.folder, self._count = folder, 0
         self.config = write_tiny_config(folder / "tiny.yaml", model, folder)
         self._process = subprocess.Popen(
-            [sys.executable, __file__], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__],
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def go(self, *kills: tuple[Phase, signal.Signals], resume: Path | None = None, **environment: str) -> Ended:

@@ -437,7 +437,7 @@ MODULES = {
     "breaks": ("1 / 0", "ZeroDivisionError"),
     "imports": ("import no_such_package", "no_such_package"),
     "nothing": ("x = 1", "defines no"),
-    "number": ("Task = Gate = EngineImpl = 3", "3"),
+    "number": ("Task = Gate = EngineImpl = 3", "is a int, which cannot be called"),
 }
 
 

@@ -22,7 +22,7 @@ from grpo_lab.objective.axes import resolve
 from grpo_lab.run_dir import RunDir
 from grpo_lab.train import train
 
-REPOSITORY = Path(__file__).parents[2]
+OWN_GATE = Path(__file__).parents[2] / "configs/examples/own_gate.py"
 
 
 @pytest.fixture(scope="module")
@@ -141,29 +141,25 @@ def test_records_that_cannot_be_replayed(
 def test_a_new_gate_appears_everywhere(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_config: Path
 ) -> None:
-    """The README's example, saved as one file beside the shipped gates."""
-    source = re.search(r"```python\n(from dataclasses.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
-    assert source
-    (tmp_path / "cauchy.py").write_text(source[1])
+    """The example of a gate, saved as one file beside the shipped ones."""
+    (tmp_path / "bell.py").write_text(OWN_GATE.read_text())
     monkeypatch.setattr(gates, "__path__", [*gates.__path__, str(tmp_path)])
     assert command(monkeypatch, "list") == 0
-    assert "cauchy" in capsys.readouterr().out
+    assert "bell" in capsys.readouterr().out
     output = ("--output", tmp_path / "figures")
-    assert command(monkeypatch, "plot", "gates", "--method", "cauchy", *output) == 0
-    assert (tmp_path / "figures/gate_cauchy.png").is_file()
+    assert command(monkeypatch, "plot", "gates", "--method", "bell", *output) == 0
+    assert (tmp_path / "figures/gate_bell.png").is_file()
     assert command(monkeypatch, "lab", "equilibrium", "--beta", 1, "--recipe", "free_energy", *output) == 0
-    assert re.search(r"cauchy +largest F - F\* \d\.\de-1\d", capsys.readouterr().out)
-    run = train(load_config(tiny_config, ["objective.gate=cauchy", "evaluation.enabled=false"]), Console())
-    (replayed,) = replay(read_step(run), {"cauchy": named_objective(run.config, "cauchy")})
+    assert re.search(r"bell +largest F - F\* (0\.0e\+00|\d\.\de-1\d)", capsys.readouterr().out)
+    run = train(load_config(tiny_config, ["objective.gate=bell", "evaluation.enabled=false"]), Console())
+    (replayed,) = replay(read_step(run), {"bell": named_objective(run.config, "bell")})
     assert 0 < replayed.record["gate/mean"] <= 1
 
 
 def test_a_gate_of_another_file_in_replays_and_plots(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    source = re.search(r"```python\n(from dataclasses.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
-    assert source
-    (tmp_path / "outside_gates.py").write_text(source[1])
+    (tmp_path / "outside_gates.py").write_text(OWN_GATE.read_text())
     monkeypatch.syspath_prepend(tmp_path)
     assert command(monkeypatch, "replay", run.path, "--methods", "outside_gates:Gate,grpo:paper") == 0
     assert command(monkeypatch, "plot", "gates", "--method", "outside_gates:Gate", "-o", tmp_path / "f") == 0
