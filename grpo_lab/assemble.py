@@ -25,7 +25,6 @@ from grpo_lab.rollout.collect import Collector, render_prompt
 from grpo_lab.rollout.engines import Engine, EngineSpec, build_engine, find_engine
 from grpo_lab.scratch import scratch_folder
 from grpo_lab.tasks import TaskProtocol, find_task, load_task
-from grpo_lab.tracking import check_trackers
 from grpo_lab.types import Canary, Sampling
 
 _CANARY_TOKENS = 256
@@ -107,7 +106,6 @@ def check(config: Config, processes: int = 1) -> Objective:
     find_engine(config.rollout.engine_name)
     find_task(config.data.task)
     check_local_model(config.model)
-    check_trackers(config)
     return objective
 
 

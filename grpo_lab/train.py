@@ -29,7 +29,7 @@ from grpo_lab.rotation import rotate
 from grpo_lab.run_dir import RunDir
 from grpo_lab.run_lock import run_lock
 from grpo_lab.signals import Interrupted, StopRequest, stop_signals
-from grpo_lab.tracking import Tracker
+from grpo_lab.tracking import Tracker, check_trackers
 
 
 def train(config: Config, console: Console, resume: RunDir | None = None) -> RunDir | None:
@@ -57,6 +57,7 @@ def _lead(config: Config, console: Console, resume: RunDir | None, ranks: Ranks,
     if resume:
         held.enter_context(run_lock(resume.path, console.say))
     checkpoint = _resume_point(config, resume, console.say) if resume else None
+    check_trackers(config)
     console.describe(config, check(config))
     if not resume:
         RunDir.refuse_existing(config)

@@ -139,7 +139,9 @@ def _show_plan(config: Config, given: Mapping[str, str], processes: int, nodes: 
     from grpo_lab.console import Console
     from grpo_lab.planning.plan import print_plan
     from grpo_lab.planning.roles import Launch
+    from grpo_lab.tracking import check_trackers
 
+    check_trackers(config)
     objective = check(config, processes * nodes)
     check_data(config)
     print_plan(Console(), config, objective, given, Launch(tuple(sys.argv[1:]), processes, nodes))
