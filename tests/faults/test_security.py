@@ -154,7 +154,8 @@ def test_code_that_comes_with_a_model_is_not_run(
     folder.mkdir()
     for file in tiny_model.iterdir():
         (folder / file.name).symlink_to(file)
-    (folder / "foreign.py").write_text(f"open({str(marker)!r}, 'w')\nfrom transformers import LlamaConfig as Foreign\n")
+    code = f"open({str(marker)!r}, 'w')\nfrom transformers import LlamaConfig\nclass Foreign(LlamaConfig):\n    pass\n"
+    (folder / "foreign.py").write_text(code)
     for name, classes in (
         ("config.json", ("AutoConfig", "AutoModelForCausalLM")),
         ("tokenizer_config.json", ("AutoTokenizer",)),
@@ -170,8 +171,8 @@ def test_code_that_comes_with_a_model_is_not_run(
     PolicyModel(folder, folder, model, torch.device("cpu"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "foreign", "architectures": ["Foreign"]}))
-    code, said = command("train", "--config", write_tiny_config(tmp_path / "c.yaml", folder, tmp_path))
-    assert code == 2 and "model.trust_remote_code=true" in said and "Traceback" not in said
+    status, said = command("train", "--config", write_tiny_config(tmp_path / "c.yaml", folder, tmp_path))
+    assert status == 2 and "model.trust_remote_code=true" in said and "Traceback" not in said
     assert not marker.exists()
     from transformers import AutoConfig
 

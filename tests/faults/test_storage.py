@@ -283,7 +283,7 @@ def test_a_read_only_disk(run: RunDir, settings: Config, tmp_path: Path) -> None
 def test_a_folder_that_cannot_be(settings: Config, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for output in (tmp_path / "file", tmp_path / "file/below"):
-        with pytest.raises(ConfigError, match=r"cannot create the run folder .*; set output_dir to a writable folder"):
+        with pytest.raises(ConfigError, match=r"is not a folder; set it to a folder that can be written to"):
             RunDir.create(settings.model_copy(update={"output_dir": str(output)}))
 
 
