@@ -144,6 +144,7 @@ def test_a_new_gate_appears_everywhere(
     """The example of a gate, saved as one file beside the shipped ones."""
     (tmp_path / "bell.py").write_text(OWN_GATE.read_text())
     monkeypatch.setattr(gates, "__path__", [*gates.__path__, str(tmp_path)])
+    monkeypatch.setattr(gates.__spec__, "submodule_search_locations", gates.__path__)
     assert command(monkeypatch, "list") == 0
     assert "bell" in capsys.readouterr().out
     output = ("--output", tmp_path / "figures")
