@@ -36,8 +36,9 @@ class MasterWeights:
         for name, parameter in self._casts.items():
             if parameter.grad is not None:
                 master = self.masters[name]
-                gradient = parameter.grad.float() / scale
-                master.grad = gradient if master.grad is None else master.grad + gradient
+                if master.grad is None:
+                    master.grad = torch.zeros_like(master)
+                master.grad.add_(parameter.grad, alpha=1 / scale)
                 parameter.grad = None
 
     def unscale(self, scale: float) -> None:
@@ -59,8 +60,8 @@ class MasterWeights:
         arrived, wanted = 0.0, 0.0
         for name, master in self.masters.items():
             cast, step = master.to(self._dtype), master - before[name]
-            arrived += float(whole(((cast.float() - before[name].to(self._dtype).float()) * step).sum()))
-            wanted += float(whole(step.square().sum()))
+            arrived += float(whole(cast.float().sub_(before[name].to(self._dtype)).mul_(step).sum()))
+            wanted += float(whole(step.square_().sum()))
             if name in self._casts:
                 self._casts[name].copy_(cast)
         return 1 - arrived / wanted if wanted else 0.0
