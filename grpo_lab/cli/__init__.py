@@ -13,6 +13,7 @@ import typer
 from grpo_lab.cli import (
     cluster,
     configuring,
+    evaluating,
     exporting,
     guide,
     laboratory,
@@ -45,7 +46,7 @@ def _version(
 
 
 app.command()(training.train)
-app.command("list")(training.list_names)
+app.command("list")(guide.list_names)
 app.command()(workers.worker)
 app.command()(workers.doctor)
 app.command()(verifying.verify_resume)
@@ -58,7 +59,7 @@ app.command()(guide.metrics)
 app.command()(cluster.slurm)
 app.command()(exporting.export)
 app.command()(laboratory.replay)
-app.add_typer(training.evaluate, name="eval")
+app.add_typer(evaluating.evaluate, name="eval")
 app.add_typer(configuring.config, name="config")
 app.add_typer(laboratory.lab, name="lab")
 app.add_typer(laboratory.plot, name="plot")

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from grpo_lab.cli import completion
+from grpo_lab.cli.options import Overrides
 from grpo_lab.cli.outputs import check_file
-from grpo_lab.cli.training import Overrides
 from grpo_lab.config_file import load_config
 from grpo_lab.errors import ConfigError
 

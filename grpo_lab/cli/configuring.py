@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from grpo_lab.cli import completion
-from grpo_lab.cli.training import ConfigFile, Overrides
+from grpo_lab.cli.options import ConfigFile, Overrides
 from grpo_lab.config import Config
 from grpo_lab.config_file import changes, load_config
 from grpo_lab.errors import ConfigError

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from grpo_lab.cli.training import quiet_libraries
+from grpo_lab.cli.options import quiet_libraries
 
 
 def export(

@@ -1,4 +1,4 @@
-"""The command that explains metrics, and a run's newest values."""
+"""The commands that list what there is: methods, gates, tasks and engines; metrics, and a run's newest values."""
 
 from __future__ import annotations
 
@@ -16,6 +16,27 @@ from grpo_lab.errors import ConfigError
 from grpo_lab.metric_guide import GUIDE, Metric, newest_values
 
 _WIDEST = 110
+_PLUGIN_FOLDERS = {
+    "gates": "grpo_lab.objective.gates",
+    "tasks": "grpo_lab.tasks",
+    "engines": "grpo_lab.rollout.engines",
+}
+
+
+def list_names() -> None:
+    """The methods and every gate, task and engine that can be named in a config."""
+    from grpo_lab.methods import METHODS
+    from grpo_lab.plugins import names
+
+    for name, row in METHODS.items():
+        options = ", ".join(f"{key} {value:g}" for key, value in row.gate_options.items())
+        typer.echo(f"{name:8} {row.gate} ({options}), {row.level} level, old policy from the {row.old}; {row.source}")
+        typer.echo(
+            f"{'':8} recipe paper: {row.advantage}, kl {row.kl}, {row.aggregate}"
+            + (f"; {row.note}" if row.note else "")
+        )
+    for kind, package in _PLUGIN_FOLDERS.items():
+        typer.echo(f"{kind:8} {', '.join(names(package))}")
 
 
 def metrics(

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from grpo_lab.cli import completion
+from grpo_lab.cli.options import quiet_libraries
 from grpo_lab.cli.outputs import check_file, check_folder
-from grpo_lab.cli.training import quiet_libraries
 from grpo_lab.errors import ConfigError, unknown_name
 from grpo_lab.scratch import write_whole
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from grpo_lab.cli.options import ConfigFile, Overrides, quiet_libraries
 from grpo_lab.cli.sweeping import runs_below
-from grpo_lab.cli.training import ConfigFile, Overrides, quiet_libraries
 from grpo_lab.config_file import load_config
 from grpo_lab.errors import ConfigError
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from grpo_lab.cli import completion
+from grpo_lab.cli.options import ConfigFile, Overrides
 from grpo_lab.cli.outputs import check_file
-from grpo_lab.cli.training import ConfigFile, Overrides
 from grpo_lab.errors import ConfigError
 from grpo_lab.scratch import write_whole
 

@@ -1,4 +1,4 @@
-"""The commands around a run: train, eval checkpoint, list."""
+"""The command that trains: a new run, a resumed one, a dry run, several processes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import re
 import sys
 import traceback
 from collections.abc import Mapping
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from grpo_lab.cli import completion
-from grpo_lab.cli.outputs import check_file, check_folder
+from grpo_lab.cli.options import ConfigFile, Overrides, quiet_libraries
 from grpo_lab.config import Config
 from grpo_lab.config_file import build_config, load_config
 from grpo_lab.errors import ConfigError, RunError, UserError
@@ -22,18 +21,6 @@ from grpo_lab.errors import ConfigError, RunError, UserError
 if TYPE_CHECKING:
     from grpo_lab.console import Style
     from grpo_lab.run_dir import RunDir
-
-evaluate = typer.Typer(no_args_is_help=True, help="Measure a policy's free energy.")
-
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", "-c", help="YAML file; without it the GSM8K experiment's defaults.")
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", help="Override one key: --set learner.learning_rate=1e-5", autocompletion=completion.assignments
-    ),
-]
 
 
 def train(
@@ -151,112 +138,6 @@ def _show_plan(config: Config, given: Mapping[str, str], processes: int, nodes: 
         run_probe(config, Console())
 
 
-@evaluate.command("checkpoint")
-def eval_checkpoint(
-    path: Annotated[Path, typer.Argument(help="A checkpoint folder, e.g. runs/RUN/checkpoints/rollouts_00032768")],
-    config: ConfigFile = None,
-    samples: Annotated[int | None, typer.Option(help="Samples per problem.")] = None,
-    problems: Annotated[int | None, typer.Option(help="Held-out problems.")] = None,
-    beta: Annotated[float | None, typer.Option(help="Evaluate F at another beta.")] = None,
-    set_: Overrides = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write every number to this file.")] = None,
-) -> None:
-    """E[r], KL, F with standard errors, the floor bracket and the gap of one checkpoint."""
-    from grpo_lab.console import Console
-    from grpo_lab.run_dir import RunDir
-
-    overrides = [
-        *(set_ or []),
-        *_given(("evaluation.samples", samples), ("evaluation.problems", problems), ("beta", beta)),
-    ]
-    check_file("--json", json_file)
-    if config is None and not path.exists():
-        kept = ", ".join(sorted(folder.name for folder in path.parent.glob("rollouts_*")))
-        hint = f"there are: {kept}" if kept else "give the folder `grpo-lab train` printed"
-        raise ConfigError(f"no checkpoint at {str(path)!r}; {hint}")
-    if (path / "config.yaml").is_file():
-        inside = sorted(folder.name for folder in path.glob("checkpoints/rollouts_*"))
-        raise ConfigError(
-            f"{str(path)!r} is a run, not a checkpoint; it has: {', '.join(inside) or 'none yet'} in checkpoints/"
-        )
-    loaded = load_config(config, overrides) if config else _with_overrides(RunDir.open(path), overrides)
-    quiet_libraries()
-    from grpo_lab.evaluation.report import evaluate_checkpoint
-
-    evaluate_checkpoint(path, loaded, Console(), json_file)
-
-
-@evaluate.command("floor")
-def eval_floor(
-    config: ConfigFile = None,
-    prompts: Annotated[int, typer.Option(min=2, help="Held-out problems.")] = 64,
-    candidates: Annotated[int, typer.Option(min=2, help="Samples of the reference for each.")] = 24,
-    temperature: Annotated[
-        float, typer.Option(min=1e-3, help="Of the candidates; the consistent estimator has 1.")
-    ] = 0.8,
-    top_p: Annotated[
-        float, typer.Option(min=1e-3, max=1.0, help="Of the candidates; the consistent estimator has 1.")
-    ] = 0.95,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Length limit; default: the config's.")] = None,
-    beta: Annotated[
-        list[float] | None, typer.Option(help="Repeat for more. Default: 0.01, 0.02, 0.05, 0.1, 0.2.")
-    ] = None,
-    set_: Overrides = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for banks, numbers and figures.")] = Path(
-        "floor"
-    ),
-) -> None:
-    """The Gibbs floor of the reference alone: candidates under every weighting, beside the consistent estimator."""
-    from grpo_lab.console import Console
-
-    betas = tuple(beta or (0.01, 0.02, 0.05, 0.1, 0.2))
-    for given, value in [("--temperature", temperature), ("--top-p", top_p), *(("--beta", value) for value in betas)]:
-        if not 0 < value < inf:
-            raise ConfigError(f"{given} {value:g}: a finite number greater than 0 is needed")
-    check_folder("--output", output)
-    loaded = load_config(config, [*(set_ or []), *_given(("rollout.max_new_tokens", max_tokens))])
-    if loaded.data.heldout_problems < prompts:
-        raise ConfigError(
-            f"--prompts {prompts}, but data.heldout_problems={loaded.data.heldout_problems} are held out: ask for fewer, or "
-            f"--set data.heldout_problems={prompts}"
-        )
-    quiet_libraries()
-    from grpo_lab.evaluation.floor_study import Protocol, floor_study
-
-    floor_study(loaded, Protocol(prompts, candidates, temperature, top_p), betas, output, Console())
-
-
-def list_names() -> None:
-    """The methods and every gate, task and engine that can be named in a config."""
-    from grpo_lab.methods import METHODS
-    from grpo_lab.plugins import names
-
-    for name, row in METHODS.items():
-        options = ", ".join(f"{key} {value:g}" for key, value in row.gate_options.items())
-        typer.echo(f"{name:8} {row.gate} ({options}), {row.level} level, old policy from the {row.old}; {row.source}")
-        typer.echo(
-            f"{'':8} recipe paper: {row.advantage}, kl {row.kl}, {row.aggregate}"
-            + (f"; {row.note}" if row.note else "")
-        )
-    for kind, package in _PLUGIN_FOLDERS.items():
-        typer.echo(f"{kind:8} {', '.join(names(package))}")
-
-
-_PLUGIN_FOLDERS = {
-    "gates": "grpo_lab.objective.gates",
-    "tasks": "grpo_lab.tasks",
-    "engines": "grpo_lab.rollout.engines",
-}
-
-
-def _given(*pairs: tuple[str, Any]) -> list[str]:
-    return [f"{key}={value}" for key, value in pairs if value is not None]
-
-
-def _with_overrides(run: Any, overrides: list[str]) -> Config:
-    return load_config(run.path / "config.yaml", overrides)
-
-
 def _config_of_run(resume: Path, config: Path | None, overrides: list[str] | None, flags: dict[str, Any]) -> Config:
     """The resumed run's own config with what the user changed on top; a --config replaces it before the changes."""
     from grpo_lab.run_dir import RunDir
@@ -272,11 +153,3 @@ def _config_of_run(resume: Path, config: Path | None, overrides: list[str] | Non
         chosen = build_config({**tree, **kept}, source=str(config))
     run.refuse_changes(chosen)
     return chosen
-
-
-def quiet_libraries(to_log: bool = False) -> None:
-    """Third parties' progress bars stay off the terminal; their advice too, unless all they print goes `to_log`."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if to_log else "error")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if to_log else "ERROR")

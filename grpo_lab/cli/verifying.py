@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from grpo_lab.cli.training import ConfigFile, Overrides, quiet_libraries
+from grpo_lab.cli.options import ConfigFile, Overrides, quiet_libraries
 from grpo_lab.config_file import load_config
 
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from grpo_lab.cli.options import ConfigFile, Overrides, quiet_libraries
 from grpo_lab.cli.outputs import check_folder
-from grpo_lab.cli.training import ConfigFile, Overrides, quiet_libraries
 from grpo_lab.config import Config
 from grpo_lab.config_file import load_config
 from grpo_lab.errors import ConfigError

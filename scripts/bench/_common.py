@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.cli.training import quiet_libraries
+from grpo_lab.cli.options import quiet_libraries
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
