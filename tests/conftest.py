@@ -105,3 +105,17 @@ def grpo_lab() -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=REPOSITORY)
 
     return run
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """`grpo-lab` in this process: its exit code, and all it said."""
+    from grpo_lab.cli import main
+
+    def run(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["grpo-lab", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), "".join(capfd.readouterr())
+
+    return run

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from grpo_lab.drawing import GREY, PALETTE, legend_below, save
 from grpo_lab.evaluation.figures import THOUSANDS
-from grpo_lab.evaluation.report import read_evaluations
+from grpo_lab.evaluation.kept import read_evaluations
 from grpo_lab.run_dir import RunDir
 from grpo_lab.thermo.statistics import Estimate
 

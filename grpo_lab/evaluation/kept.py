@@ -122,20 +122,22 @@ def read_points(run: RunDir) -> tuple[Point, ...]:
     return tuple(_point(file) for file in sorted(run.evaluations.glob("rollouts_*.json")))
 
 
+def read_evaluations(run: RunDir) -> list[dict[str, Any]]:
+    """The same as they were written, one object each."""
+    return [point.rows[0] for point in read_points(run)]
+
+
 def _point(file: Path) -> Point:
     try:
         row = json.loads(file.read_text())
         point = Point(row["rollouts"], (row,))
-        beta = row["beta"]
         _ = (
             point.kl,
-            point.free_energy(beta),
-            point.against_reference(beta),
-            point.floor(beta),
-        )  # all that is needed later
+            *(f(row["beta"]) for f in (point.free_energy, point.against_reference, point.floor)),
+        )  # all there
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(
-            f"{file} is no evaluation ({type(error).__name__}: {error}): move it away; where its checkpoint is kept, "
+            f"{file} is damaged ({type(error).__name__}: {error}): move it away; where its checkpoint is kept, "
             f"`{how_to_evaluate(file)}` makes it again"
         ) from None
     return point

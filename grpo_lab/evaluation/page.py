@@ -19,7 +19,7 @@ from grpo_lab.config import Config
 from grpo_lab.console import describe_config
 from grpo_lab.evaluation import comparison
 from grpo_lab.evaluation.figures import draw_curves, draw_training
-from grpo_lab.evaluation.report import read_evaluations
+from grpo_lab.evaluation.kept import read_evaluations
 from grpo_lab.evaluation.samples import Sample, choose_samples
 from grpo_lab.metric_guide import GUIDE, newest_values
 from grpo_lab.objective.axes import resolve

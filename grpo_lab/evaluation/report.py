@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from grpo_lab.config import Config
 from grpo_lab.errors import RunError
 from grpo_lab.evaluation.bank import PURPOSE, ReferenceBank, run_bank
 from grpo_lab.evaluation.evaluate import Evaluation, measure
 from grpo_lab.evaluation.figures import draw_curves
+from grpo_lab.evaluation.kept import read_evaluations
 from grpo_lab.learner.checkpoint import load_checkpoint
 from grpo_lab.run_dir import RunDir
 from grpo_lab.scratch import write_whole
@@ -130,21 +131,6 @@ def _alarms(e: Evaluation) -> list[str]:
             "the learner's (bf16 rounding of the sampler is the usual cause); trust Rao-Blackwell"
         )
     return alarms
-
-
-def read_evaluations(run: RunDir) -> list[dict[str, Any]]:
-    """Every kept evaluation of a run, by rollouts. RunError for one that is damaged."""
-    return [_read(path) for path in sorted(run.evaluations.glob("rollouts_*.json"))]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        row: dict[str, Any] = json.loads(path.read_text())
-        return row
-    except ValueError as error:
-        raise RunError(
-            f"{path} is damaged ({error}): move it away; `grpo-lab eval checkpoint` makes it again where its checkpoint is kept"
-        ) from None
 
 
 def evaluation_table(run: RunDir) -> list[str]:

@@ -16,7 +16,6 @@ import pytest
 import yaml
 from conftest import write_tiny_config
 
-from grpo_lab.cli import main
 from grpo_lab.config import Config, ModelConfig, RolloutConfig
 from grpo_lab.config_file import load_config
 from grpo_lab.console import Console
@@ -34,19 +33,6 @@ from grpo_lab.sweep import Grid, members
 REPOSITORY = Path(__file__).parents[2]
 Command = Callable[..., tuple[int, str]]
 SECRETS = {name: f"sentinel-{name.lower()}" for name in ("WANDB_API_KEY", "HF_TOKEN", "VLLM_API_KEY", "OPENAI_API_KEY")}
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """`grpo-lab` in this process: its exit code, and all it said."""
-
-    def run(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["grpo-lab", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return int(ended.value.code or 0), "".join(capfd.readouterr())
-
-    return run
 
 
 # -- names and places ------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import torch
 import yaml
 from conftest import write_tiny_config
 
-from grpo_lab.cli import main
 from grpo_lab.config import DataConfig, ModelConfig, RolloutConfig
 from grpo_lab.config_file import load_config
 from grpo_lab.errors import ConfigError, RunError, UserError
@@ -29,19 +28,6 @@ from grpo_lab.tasks.reasoning_gym import Task as ReasoningGym
 REPOSITORY = Path(__file__).parents[2]
 SOURCES = sorted([*REPOSITORY.glob("grpo_lab/**/*.py"), *REPOSITORY.glob("scripts/**/*.py")])
 Command = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """`grpo-lab` in this process: its exit code, and all it said."""
-
-    def run(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["grpo-lab", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return int(ended.value.code or 0), "".join(capfd.readouterr())
-
-    return run
 
 
 # -- nothing that is read runs ---------------------------------------------------------------------------------------

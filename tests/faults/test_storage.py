@@ -26,7 +26,8 @@ from grpo_lab.config import Config
 from grpo_lab.config_file import load_config
 from grpo_lab.console import Console
 from grpo_lab.errors import ConfigError, RunError
-from grpo_lab.evaluation.report import draw_run, read_evaluations
+from grpo_lab.evaluation.kept import read_evaluations
+from grpo_lab.evaluation.report import draw_run
 from grpo_lab.learner.checkpoint import Progress, load_checkpoint, newest_checkpoint, save_checkpoint
 from grpo_lab.learner.collate import collate
 from grpo_lab.learner.learner import Learner

@@ -231,7 +231,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="takes two runs or more"):
         arms([run, run])
     (run.evaluations / "rollouts_00000064.json").write_text('{"rollouts": 64}')
-    with pytest.raises(RunError, match=r"rollouts_00000064\.json is no evaluation .*--json"):
+    with pytest.raises(RunError, match=r"rollouts_00000064\.json is damaged .*--json"):
         arms([run, run])
 
 
