@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+pytest_plugins = ["pool_cases"]
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
