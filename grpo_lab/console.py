@@ -217,7 +217,7 @@ def describe_config(config: Config, objective: Objective) -> list[str]:
         f"{config.prompts_per_step} prompts; {epochs}",
         f"updates    {updates} per step ({config.learner.passes} passes x {config.learner.mini_batches} mini-batches), "
         f"{steps * updates:,} in all",
-        f"saves      {checkpoints} checkpoints, one every {config.checkpoint_every:,} rollouts"
+        f"saves      {checkpoints} checkpoints, one every {config.checkpoint_every:,} rollouts{_kept(config)}"
         + (f"; {checkpoints + 1} evaluations of {config.evaluation.problems} problems x {config.evaluation.samples} samples"
            if config.evaluation.enabled else "; no evaluation"),
         f"model      {config.model.place}, {config.model.dtype}, "
@@ -226,6 +226,13 @@ def describe_config(config: Config, objective: Objective) -> list[str]:
         f"rollouts   {_engine_line(config)}",
     ]  # fmt: skip
     return lines + [f"{_WARNING}{text}" for text in warnings(config, objective)]
+
+
+def _kept(config: Config) -> str:
+    if not config.keep_last:
+        return ""
+    others = f" and those at multiples of {config.keep_every:,}" if config.keep_every else ""
+    return f", of which the newest {config.keep_last}{others} are kept"
 
 
 def _engine_line(config: Config) -> str:
