@@ -23,7 +23,7 @@ from grpo_lab.objective.axes import Objective, resolve
 from grpo_lab.objective.gates import build_gate
 from grpo_lab.rollout.collect import Collector, render_prompt
 from grpo_lab.rollout.engines import Engine, EngineSpec, build_engine, find_engine
-from grpo_lab.scratch import scratch_folder
+from grpo_lab.storage.scratch import scratch_folder
 from grpo_lab.tasks import TaskProtocol, find_task, load_task
 from grpo_lab.types import Canary, Sampling
 

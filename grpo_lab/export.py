@@ -30,7 +30,7 @@ from grpo_lab.objective.axes import resolve
 from grpo_lab.rollout.engines import EngineSpec
 from grpo_lab.rollout.vllm_options import engine_options
 from grpo_lab.run_dir import RunDir
-from grpo_lab.scratch import PARTIAL, disk_errors
+from grpo_lab.storage.scratch import PARTIAL, disk_errors
 from grpo_lab.thermo.statistics import Estimate
 
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")

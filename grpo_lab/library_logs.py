@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from grpo_lab.scratch import scratch_folder
+from grpo_lab.storage.scratch import scratch_folder
 
 FOLDER = "logs"  # of a run
 

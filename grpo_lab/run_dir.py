@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.config import Config, expand_path
-from grpo_lab.config_file import changed_keys, dump_yaml, load_config
+from grpo_lab.config.file import changed_keys, dump_yaml, load_config
 from grpo_lab.errors import ConfigError, RunError
 from grpo_lab.health import not_finite
 from grpo_lab.paths import obstacle
-from grpo_lab.records import write_groups
-from grpo_lab.run_lock import lock_holder
-from grpo_lab.scratch import PARTIAL, disk_errors, disk_reason, remove_leftovers, write_whole
+from grpo_lab.storage.records import write_groups
+from grpo_lab.storage.run_lock import lock_holder
+from grpo_lab.storage.scratch import PARTIAL, disk_errors, disk_reason, remove_leftovers, write_whole
 from grpo_lab.types import RolloutGroup
 
 
@@ -129,7 +129,7 @@ class RunDir:
                 file.unlink()
 
     def save_rollouts(self, step: int, groups: Sequence[RolloutGroup], columns: Mapping[str, Sequence[Any]]) -> None:
-        """One parquet a step, one row a completion, with what the learner made of it as `columns` (see records.py)."""
+        """One parquet a step, one row a completion, with what the learner made of it as `columns` (see storage/records.py)."""
         write_groups(self.path / "rollouts" / f"step_{step:06d}.parquet", groups, None, columns, self.advice)
 
     def rollout_files(self) -> dict[int, Path]:

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from grpo_lab import scratch
 from grpo_lab.library_logs import tell
+from grpo_lab.storage import scratch
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _LAUNCHED, _ECHO_S = "TORCHELASTIC_RUN_ID", 3.0

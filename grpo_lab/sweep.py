@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Literal
 
 from grpo_lab.config import Config, expand_path
-from grpo_lab.config_file import changed_keys, load_config
+from grpo_lab.config.file import changed_keys, load_config
 from grpo_lab.console import Console
 from grpo_lab.errors import ConfigError, RunError
 from grpo_lab.run_dir import RunDir

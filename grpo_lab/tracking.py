@@ -20,12 +20,12 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from grpo_lab.config import Config
-from grpo_lab.config_file import dump_yaml
+from grpo_lab.config.file import dump_yaml
 from grpo_lab.errors import ConfigError
 from grpo_lab.evaluation.report import draw_run
 from grpo_lab.evaluation.samples import Sample, choose_samples
 from grpo_lab.run_dir import RunDir
-from grpo_lab.scratch import write_whole
+from grpo_lab.storage.scratch import write_whole
 from grpo_lab.types import RolloutGroup
 
 STEP = "rollouts/total"

@@ -23,12 +23,12 @@ from grpo_lab.learner.gradient import NonFiniteError
 from grpo_lab.learner.ranks import READY, Ranks, follow
 from grpo_lab.metrics import batch_metrics, rollout_metrics, time_metrics
 from grpo_lab.objective.advantages import batch_advantages
-from grpo_lab.records import token_columns
 from grpo_lab.rollout.ahead import BatchesAhead
-from grpo_lab.rotation import rotate
 from grpo_lab.run_dir import RunDir
-from grpo_lab.run_lock import run_lock
 from grpo_lab.signals import Interrupted, StopRequest, stop_signals
+from grpo_lab.storage.records import token_columns
+from grpo_lab.storage.rotation import rotate
+from grpo_lab.storage.run_lock import run_lock
 from grpo_lab.tracking import Tracker, check_trackers
 
 

@@ -11,7 +11,7 @@ import typer
 from grpo_lab.cli import completion
 from grpo_lab.cli.options import Overrides
 from grpo_lab.cli.outputs import check_file
-from grpo_lab.config_file import load_config
+from grpo_lab.config.file import load_config
 from grpo_lab.errors import ConfigError
 
 
@@ -60,9 +60,9 @@ def slurm(
         raise ConfigError("several runs need a name for their folder: add --name")
     name = name or base.run_name or f"{grid['method'][0]}-beta{grid['beta'][0]:g}"
     from grpo_lab.assemble import check
+    from grpo_lab.cluster.slurm import Layout, Request, script, write
+    from grpo_lab.cluster.slurm import submit as hand_over
     from grpo_lab.console import Console
-    from grpo_lab.slurm import Layout, Request, script, write
-    from grpo_lab.slurm import submit as hand_over
 
     request, rollout = Request(name, time, grace, tuple(sbatch or []), setup), base.rollout
     layout = Layout.of(nodes, gpus, processes, workers, rollout.workers, rollout.worker_gpus)

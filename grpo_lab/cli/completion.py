@@ -21,14 +21,14 @@ def recipes(incomplete: str) -> list[str]:
 
 def keys(incomplete: str) -> list[tuple[str, str]]:
     """Keys and sections that begin so, with what they mean."""
-    from grpo_lab.config_names import fields
+    from grpo_lab.config.names import fields
 
     return [(key, field.description or "") for key, field in fields().items() if key.startswith(incomplete)]
 
 
 def assignments(incomplete: str) -> list[tuple[str, str]]:
     """Keys that begin so, as `--set` takes them: key=."""
-    from grpo_lab.config_names import fields, section_of
+    from grpo_lab.config.names import fields, section_of
 
     values = [(key, field.description or "") for key, field in fields().items() if not section_of(field)]
     return [(f"{key}=", text) for key, text in values if key.startswith(incomplete)]

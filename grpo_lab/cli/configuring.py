@@ -10,7 +10,7 @@ import typer
 from grpo_lab.cli import completion
 from grpo_lab.cli.options import ConfigFile, Overrides
 from grpo_lab.config import Config
-from grpo_lab.config_file import changes, load_config
+from grpo_lab.config.file import changes, load_config
 from grpo_lab.errors import ConfigError
 
 config = typer.Typer(no_args_is_help=True, help="Look at configurations: resolved, compared, explained.")
@@ -73,7 +73,7 @@ def explain(
     ] = None,
 ) -> None:
     """What a key means, what may be written there, its default, what methods set it to, whether a resumed run may change it."""
-    from grpo_lab.explain import explain as lines
+    from grpo_lab.config.explain import explain as lines
 
     for line in lines(key):
         typer.echo(line)

@@ -10,7 +10,7 @@ import typer
 
 from grpo_lab.cli.options import ConfigFile, Overrides, quiet_libraries
 from grpo_lab.cli.outputs import check_file, check_folder
-from grpo_lab.config_file import load_config
+from grpo_lab.config.file import load_config
 from grpo_lab.errors import ConfigError
 
 evaluate = typer.Typer(no_args_is_help=True, help="Measure a policy's free energy.")

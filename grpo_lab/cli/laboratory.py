@@ -13,7 +13,7 @@ from grpo_lab.cli import completion
 from grpo_lab.cli.options import quiet_libraries
 from grpo_lab.cli.outputs import check_file, check_folder
 from grpo_lab.errors import ConfigError, unknown_name
-from grpo_lab.scratch import write_whole
+from grpo_lab.storage.scratch import write_whole
 
 lab = typer.Typer(
     no_args_is_help=True, help="Objectives held against the exact answer, on a model small enough to enumerate."

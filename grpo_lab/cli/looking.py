@@ -12,7 +12,7 @@ import typer
 
 from grpo_lab.cli.options import ConfigFile, Overrides, quiet_libraries
 from grpo_lab.cli.sweeping import runs_below
-from grpo_lab.config_file import load_config
+from grpo_lab.config.file import load_config
 from grpo_lab.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ def rollout(
         raise ConfigError(f"--output {output} {reason}: give a new file that ends in .parquet")
     quiet_libraries()
     from grpo_lab import readable, reading
-    from grpo_lab.records import write_groups
     from grpo_lab.sampling import sample_few
+    from grpo_lab.storage.records import write_groups
 
     sampled = sample_few(loaded, num, samples, heldout, (lambda line: None) if as_json else typer.echo)
     if output is not None:

@@ -12,7 +12,7 @@ from grpo_lab.cli import completion
 from grpo_lab.cli.options import ConfigFile, Overrides
 from grpo_lab.cli.outputs import check_file
 from grpo_lab.errors import ConfigError
-from grpo_lab.scratch import write_whole
+from grpo_lab.storage.scratch import write_whole
 
 
 def sweep(
@@ -32,7 +32,7 @@ def sweep(
 ) -> None:
     """Every combination, one run after the other: finished ones are skipped, broken ones continued; a table at the end."""
     from grpo_lab.assemble import check
-    from grpo_lab.config_file import load_config
+    from grpo_lab.config.file import load_config
     from grpo_lab.console import Console
     from grpo_lab.sweep import Grid, members, run_members, state_of
 

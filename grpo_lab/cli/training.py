@@ -15,7 +15,7 @@ import typer
 from grpo_lab.cli import completion
 from grpo_lab.cli.options import ConfigFile, Overrides, quiet_libraries
 from grpo_lab.config import Config
-from grpo_lab.config_file import build_config, load_config
+from grpo_lab.config.file import build_config, load_config
 from grpo_lab.errors import ConfigError, RunError, UserError
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def train(
         return
     if processes * nodes > 1 and "WORLD_SIZE" not in os.environ:
         from grpo_lab.assemble import check
-        from grpo_lab.launch import launch
+        from grpo_lab.cluster.launch import launch
 
         if nodes > 1 and not re.fullmatch(r"[^:\s]+:\d+", rendezvous):
             raise ConfigError(

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from grpo_lab.cli.options import ConfigFile, Overrides, quiet_libraries
-from grpo_lab.config_file import load_config
+from grpo_lab.config.file import load_config
 
 
 def verify_resume(
@@ -27,7 +27,7 @@ def verify_resume(
     quiet_libraries()
     from grpo_lab.assemble import check, check_data
     from grpo_lab.console import Console
-    from grpo_lab.verify_resume import shortened, verify
+    from grpo_lab.verification.verify_resume import shortened, verify
 
     short = shortened(loaded, steps, {pair.partition("=")[0].strip() for pair in overrides})
     check(short)

@@ -10,7 +10,7 @@ import typer
 from grpo_lab.cli.options import ConfigFile, Overrides, quiet_libraries
 from grpo_lab.cli.outputs import check_folder
 from grpo_lab.config import Config
-from grpo_lab.config_file import load_config
+from grpo_lab.config.file import load_config
 from grpo_lab.errors import ConfigError
 
 
@@ -37,7 +37,7 @@ def worker(
     loaded = load_config(config, [*(set_ or []), "rollout.workers=1", "rollout.urls=[]"])
     quiet_libraries()
     from grpo_lab.assemble import check
-    from grpo_lab.serve import Place, serve
+    from grpo_lab.cluster.serve import Place, serve
 
     check(loaded)
     serve(loaded, Place(host, port, count, announce))

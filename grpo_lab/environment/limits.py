@@ -15,7 +15,7 @@ from grpo_lab.config import Config, cache_folder, expand_path
 from grpo_lab.environment.cgroups import cpu_quota, memory_limit, process_limit
 from grpo_lab.environment.facts import Fact, reason, size
 from grpo_lab.environment.model_files import Size
-from grpo_lab.rotation import most_at_once
+from grpo_lab.storage.rotation import most_at_once
 
 _CONTAINER_DEFAULT = 64 << 20  # bytes of /dev/shm in a container that was given none
 _FILES_ALONE, _FILES_A_SERVER = 1024, 640  # 512 connections to each server, and room

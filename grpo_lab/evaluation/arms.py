@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from grpo_lab.config import Config
-from grpo_lab.config_file import changed_keys
+from grpo_lab.config.file import changed_keys
 from grpo_lab.errors import ConfigError
 from grpo_lab.evaluation.kept import Point, read_points
 from grpo_lab.run_dir import RunDir

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from grpo_lab.config import Config, expand_path
 from grpo_lab.errors import RunError
 from grpo_lab.hub import resolve_model, weights_signature
-from grpo_lab.records import read_groups, write_groups
+from grpo_lab.storage.records import read_groups, write_groups
 from grpo_lab.types import Problem, RolloutGroup, Sampling
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from grpo_lab.evaluation.bank import ReferenceBank, reference_bank
 from grpo_lab.evaluation.figures import draw_landscape
 from grpo_lab.evaluation.landscape import BETAS, landscape
 from grpo_lab.learner.collate import collate
-from grpo_lab.scratch import write_whole
+from grpo_lab.storage.scratch import write_whole
 from grpo_lab.thermo.candidates import CandidateFloor, Weighting, candidate_floor, candidate_weights, merge_duplicates
 from grpo_lab.thermo.floor import bracket
 from grpo_lab.types import RolloutGroup

@@ -23,9 +23,9 @@ from grpo_lab.evaluation.kept import read_evaluations
 from grpo_lab.evaluation.samples import Sample, choose_samples
 from grpo_lab.metric_guide import GUIDE, newest_values
 from grpo_lab.objective.axes import resolve
-from grpo_lab.records import read_groups
 from grpo_lab.run_dir import RunDir
-from grpo_lab.scratch import write_whole
+from grpo_lab.storage.records import read_groups
+from grpo_lab.storage.scratch import write_whole
 from grpo_lab.thermo.statistics import Estimate
 
 SAMPLES = 8

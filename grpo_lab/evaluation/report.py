@@ -15,7 +15,7 @@ from grpo_lab.evaluation.figures import draw_curves
 from grpo_lab.evaluation.kept import read_evaluations
 from grpo_lab.learner.checkpoint import load_checkpoint
 from grpo_lab.run_dir import RunDir
-from grpo_lab.scratch import write_whole
+from grpo_lab.storage.scratch import write_whole
 from grpo_lab.thermo.statistics import Estimate
 from grpo_lab.types import RolloutGroup
 

@@ -12,8 +12,8 @@ from grpo_lab.learner.collate import collate
 from grpo_lab.objective.advantages import batch_advantages
 from grpo_lab.objective.axes import Objective
 from grpo_lab.objective.loss import LossInputs, batch_totals, loss_inputs
-from grpo_lab.records import TOKEN_COLUMNS, read_groups, read_token_columns
 from grpo_lab.run_dir import RunDir
+from grpo_lab.storage.records import TOKEN_COLUMNS, read_groups, read_token_columns
 from grpo_lab.types import TrainBatch
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_lab import plugins
 from grpo_lab.config import Config
-from grpo_lab.config_file import build_config
+from grpo_lab.config.file import build_config
 from grpo_lab.errors import ConfigError, unknown_name
 from grpo_lab.lab.recorded import RecordedStep
 from grpo_lab.methods import METHODS

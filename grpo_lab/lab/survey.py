@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from grpo_lab import plugins
-from grpo_lab.config_file import build_config
+from grpo_lab.config.file import build_config
 from grpo_lab.drawing import GREY, PALETTE, legend_below, save
 from grpo_lab.lab.equilibrium import find_equilibrium
 from grpo_lab.lab.sampled import train_sampled

@@ -23,7 +23,7 @@ from grpo_lab.errors import RunError
 from grpo_lab.learner.learner import Learner
 from grpo_lab.learner.optimizer import LearnerState
 from grpo_lab.learner.weights import save_model
-from grpo_lab.scratch import PARTIAL, disk_errors, flush, remove_folder
+from grpo_lab.storage.scratch import PARTIAL, disk_errors, flush, remove_folder
 
 PREFIX = "rollouts_"
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}  # such files can run code when they are opened

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_lab.learner.learner import Learner
-from grpo_lab.scratch import disk_errors
+from grpo_lab.storage.scratch import disk_errors
 
 
 def export_weights(learner: Learner, folder: Path, reference: bool = False) -> None:

@@ -15,7 +15,7 @@ from grpo_lab.planning.memory_lines import gib, memory_lines
 from grpo_lab.planning.model_shape import ModelShape, model_shape
 from grpo_lab.planning.origins import annotated_yaml
 from grpo_lab.planning.roles import Launch, role_lines
-from grpo_lab.rotation import most_at_once
+from grpo_lab.storage.rotation import most_at_once
 
 _LISTED = 3  # checkpoints named before the last
 

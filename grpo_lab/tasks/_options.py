@@ -5,7 +5,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from grpo_lab.config import DataConfig
-from grpo_lab.config_file import first_problem
+from grpo_lab.config.file import first_problem
 from grpo_lab.errors import ConfigError
 from grpo_lab.types import Message
 

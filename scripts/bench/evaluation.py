@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
 def measure(options: Any) -> None:
     """`--rounds` evaluations after an uncounted one."""
     from grpo_lab.assemble import assemble
-    from grpo_lab.config_file import load_config
+    from grpo_lab.config.file import load_config
     from grpo_lab.evaluation.bank import run_bank
     from grpo_lab.evaluation.evaluate import measure as measure_policy
     from grpo_lab.evaluation.report import sample

@@ -31,7 +31,7 @@ import _common as common
 import _models as models
 
 from grpo_lab.config import Config
-from grpo_lab.config_file import dump_yaml, load_config
+from grpo_lab.config.file import dump_yaml, load_config
 from grpo_lab.tasks import load_task, problems_for_step
 
 PARTS = ("time/generate", "time/annotate", "time/update", "time/sync")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from grpo_lab.config import Config
-from grpo_lab.config_file import load_config
+from grpo_lab.config.file import load_config
 from grpo_lab.methods import METHODS
 from grpo_lab.objective.axes import resolve
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from conftest import comparable_metrics, write_tiny_config
 
-from grpo_lab.breaking import Operation, Outcome
 from grpo_lab.config import Config
-from grpo_lab.config_file import load_config
+from grpo_lab.config.file import load_config
 from grpo_lab.console import Console
 from grpo_lab.errors import ConfigError
-from grpo_lab.kill_moments import KINDS, Kind, Planned, candidates, choose_moments
 from grpo_lab.learner.checkpoint import newest_checkpoint
 from grpo_lab.run_dir import RunDir
-from grpo_lab.verify_resume import WatchedRun, compare, new_folder, shortened, verify
+from grpo_lab.verification.breaking import Operation, Outcome
+from grpo_lab.verification.kill_moments import KINDS, Kind, Planned, candidates, choose_moments
+from grpo_lab.verification.verify_resume import WatchedRun, compare, new_folder, shortened, verify
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 STEPS = 4

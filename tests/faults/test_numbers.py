@@ -20,8 +20,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_lab import plugins
 from grpo_lab.config import Config, DataConfig, ModelConfig, RolloutConfig
-from grpo_lab.config_file import load_config
-from grpo_lab.config_sections import AdvantageName, AggregateName, KLName
+from grpo_lab.config.file import load_config
+from grpo_lab.config.sections import AdvantageName, AggregateName, KLName
 from grpo_lab.console import Console
 from grpo_lab.errors import ConfigError, RunError, spelled
 from grpo_lab.health import Health

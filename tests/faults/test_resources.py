@@ -20,9 +20,9 @@ import psutil
 import pytest
 from conftest import write_tiny_config
 
-from grpo_lab.config_file import load_config
+from grpo_lab.config.file import load_config
 from grpo_lab.console import Console
-from grpo_lab.scratch import scratch_folder
+from grpo_lab.storage.scratch import scratch_folder
 from grpo_lab.train import train
 
 REPOSITORY = Path(__file__).parents[2]

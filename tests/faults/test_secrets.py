@@ -16,18 +16,18 @@ import pytest
 import yaml
 from conftest import write_tiny_config
 
+from grpo_lab.cluster.serve import Place
+from grpo_lab.cluster.slurm import Request
 from grpo_lab.config import Config, ModelConfig, RolloutConfig
-from grpo_lab.config_file import load_config
+from grpo_lab.config.file import load_config
 from grpo_lab.console import Console
 from grpo_lab.errors import ConfigError
-from grpo_lab.records import read_groups, write_groups
 from grpo_lab.rollout.engines import EngineSpec
 from grpo_lab.rollout.engines.vllm_server import _workers
 from grpo_lab.rollout.server import ServerProcess
 from grpo_lab.run_dir import RunDir
-from grpo_lab.scratch import scratch_folder
-from grpo_lab.serve import Place
-from grpo_lab.slurm import Request
+from grpo_lab.storage.records import read_groups, write_groups
+from grpo_lab.storage.scratch import scratch_folder
 from grpo_lab.sweep import Grid, members
 
 REPOSITORY = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ import yaml
 from conftest import write_tiny_config
 
 from grpo_lab.config import DataConfig, ModelConfig, RolloutConfig
-from grpo_lab.config_file import load_config
+from grpo_lab.config.file import load_config
 from grpo_lab.errors import ConfigError, RunError, UserError
 from grpo_lab.hub import check_local_model, load_tokenizer
 from grpo_lab.learner.checkpoint import load_checkpoint

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_lab.cli import main
 from grpo_lab.config import Config
-from grpo_lab.config_file import load_config
+from grpo_lab.config.file import load_config
 from grpo_lab.console import Console
 from grpo_lab.errors import ConfigError, RunError
 from grpo_lab.evaluation.kept import read_evaluations
@@ -34,10 +34,10 @@ from grpo_lab.learner.learner import Learner
 from grpo_lab.learner.weights import export_weights
 from grpo_lab.objective.advantages import batch_advantages
 from grpo_lab.objective.axes import resolve
-from grpo_lab.records import read_groups, write_groups
 from grpo_lab.run_dir import RunDir
-from grpo_lab.run_lock import FILE, run_lock
-from grpo_lab.scratch import remove_folder, write_whole
+from grpo_lab.storage.records import read_groups, write_groups
+from grpo_lab.storage.run_lock import FILE, run_lock
+from grpo_lab.storage.scratch import remove_folder, write_whole
 from grpo_lab.train import train
 
 LARGE = "training/state.safetensors"  # 50 MB for the tiny model, its largest file
@@ -405,7 +405,7 @@ def test_damaged_records_are_one_line(run: RunDir, damage: Damage) -> None:
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from grpo_lab.run_lock import run_lock
+from grpo_lab.storage.run_lock import run_lock
 with run_lock(Path(sys.argv[1]), print):
     child = os.fork() if len(sys.argv) > 2 else -1
     if child:

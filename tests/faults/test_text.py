@@ -21,12 +21,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from grpo_lab.assemble import assemble
 from grpo_lab.config import DataConfig, ModelConfig, RolloutConfig
-from grpo_lab.config_file import load_config
+from grpo_lab.config.file import load_config
 from grpo_lab.errors import ConfigError
 from grpo_lab.hub import stop_token_ids
-from grpo_lab.records import read_groups, write_groups
 from grpo_lab.rollout.collect import Collector, render_prompt
 from grpo_lab.rollout.engines import EngineSpec, hf, scripted
+from grpo_lab.storage.records import read_groups, write_groups
 from grpo_lab.tasks import load_task
 from grpo_lab.tasks._answers import Protocol, grade_number, parse_number, require_number
 from grpo_lab.types import Completion, GenerationRequest, Grade, Message, Problem, Sampling

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from grpo_lab.cli import main
-from grpo_lab.config_file import dump_yaml, load_config
+from grpo_lab.config.file import dump_yaml, load_config
 
 REPOSITORY = Path(__file__).parents[2]
 Refused = Callable[..., str]

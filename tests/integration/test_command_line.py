@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from grpo_lab.cli import main
-from grpo_lab.config_file import load_config
+from grpo_lab.config.file import load_config
 from grpo_lab.console import Console
 from grpo_lab.methods import METHODS
-from grpo_lab.records import read_groups
+from grpo_lab.storage.records import read_groups
 from grpo_lab.train import train
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

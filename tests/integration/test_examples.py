@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_lab.config_file import load_config
+from grpo_lab.config.file import load_config
 from grpo_lab.console import Console
-from grpo_lab.records import read_groups
 from grpo_lab.run_dir import RunDir
+from grpo_lab.storage.records import read_groups
 from grpo_lab.train import train
 
 EXAMPLES = Path(__file__).parents[2] / "configs/examples"

@@ -15,7 +15,7 @@ from learner_cases import make_groups
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_lab.assemble import build_learner
-from grpo_lab.config_file import load_config
+from grpo_lab.config.file import load_config
 from grpo_lab.errors import ConfigError, RunError
 from grpo_lab.evaluation.bank import ReferenceBank
 from grpo_lab.evaluation.evaluate import measure

@@ -12,7 +12,7 @@ import torch
 from conftest import write_tiny_config
 
 from grpo_lab.cli import main
-from grpo_lab.config_file import load_config
+from grpo_lab.config.file import load_config
 from grpo_lab.console import Console
 from grpo_lab.lab.parameters import nearest_checkpoint, replay_parameters
 from grpo_lab.lab.recorded import read_step

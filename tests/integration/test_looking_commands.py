@@ -13,10 +13,10 @@ import pytest
 from conftest import REPOSITORY, write_tiny_config
 
 from grpo_lab.cli import main
-from grpo_lab.config_file import load_config
+from grpo_lab.config.file import load_config
 from grpo_lab.console import Console
-from grpo_lab.records import read_groups
 from grpo_lab.run_dir import RunDir
+from grpo_lab.storage.records import read_groups
 from grpo_lab.train import train
 
 

@@ -16,13 +16,13 @@ from conftest import write_tiny_config
 
 from grpo_lab.assemble import assemble
 from grpo_lab.cli import main
-from grpo_lab.config_file import load_config
+from grpo_lab.config.file import load_config
 from grpo_lab.console import Console
 from grpo_lab.errors import RunError
 from grpo_lab.evaluation.bank import ReferenceBank, run_bank
 from grpo_lab.evaluation.page import write_page
-from grpo_lab.records import read_groups, write_groups
 from grpo_lab.run_dir import RunDir
+from grpo_lab.storage.records import read_groups, write_groups
 from grpo_lab.train import train
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -15,10 +15,10 @@ from conftest import write_tiny_config, write_tiny_model
 from matplotlib.image import imread
 
 from grpo_lab.cli import main
-from grpo_lab.config_file import load_config
+from grpo_lab.config.file import load_config
 from grpo_lab.console import Console
-from grpo_lab.records import read_groups, write_groups
 from grpo_lab.run_dir import RunDir
+from grpo_lab.storage.records import read_groups, write_groups
 from grpo_lab.train import train
 from grpo_lab.types import Grade
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from grpo_lab.config_file import dump_yaml, load_config
+from grpo_lab.config.file import dump_yaml, load_config
 from grpo_lab.errors import ConfigError, RunError
 from grpo_lab.evaluation.arms import arms, between
 from grpo_lab.evaluation.contrast import common_moment, levels, reward_at

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from grpo_lab.config import Config, cache_folder, expand_path
-from grpo_lab.config_file import build_config, changed_keys, dump_yaml, load_config
+from grpo_lab.config.file import build_config, changed_keys, dump_yaml, load_config
 from grpo_lab.errors import ConfigError
 from grpo_lab.objective.advice import effective_beta_line, warnings
 from grpo_lab.objective.axes import resolve

@@ -11,10 +11,10 @@ import yaml
 
 from grpo_lab.cli import completion, main
 from grpo_lab.config import Config, check_batch_algebra
-from grpo_lab.config_file import FREE_ON_RESUME, build_config, changed_keys, changes, dump_yaml, load_config
-from grpo_lab.config_names import _FOREIGN, _OURS, fields, section_of, unknown_key
+from grpo_lab.config.explain import explain, kind_of
+from grpo_lab.config.file import FREE_ON_RESUME, build_config, changed_keys, changes, dump_yaml, load_config
+from grpo_lab.config.names import _FOREIGN, _OURS, fields, section_of, unknown_key
 from grpo_lab.errors import ConfigError
-from grpo_lab.explain import explain, kind_of
 from grpo_lab.methods import METHODS
 from grpo_lab.objective.axes import resolve
 
@@ -148,7 +148,9 @@ def test_explain_says_what_methods_make_of_an_axis() -> None:
 
 
 def test_explaining_loads_no_torch() -> None:
-    code = "import sys; from grpo_lab.explain import explain, fields\nfor key in [None, *fields()]: explain(key)\n"
+    code = (
+        "import sys; from grpo_lab.config.explain import explain, fields\nfor key in [None, *fields()]: explain(key)\n"
+    )
     done = subprocess.run(
         [sys.executable, "-c", f"{code}print('torch' in sys.modules)"], capture_output=True, text=True
     )

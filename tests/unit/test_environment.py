@@ -13,7 +13,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from grpo_lab.config import Config, ModelConfig
-from grpo_lab.config_file import load_config
+from grpo_lab.config.file import load_config
 from grpo_lab.environment import AUDIT_NEEDS, survey
 from grpo_lab.environment.cgroups import cpu_quota, memory_limit, process_limit
 from grpo_lab.environment.devices import Gpu, Torch, TorchLook, judge_gpu, judge_gpu_memory, judge_no_gpu, judge_torch

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from grpo_lab.config_file import dump_yaml, load_config
+from grpo_lab.config.file import dump_yaml, load_config
 from grpo_lab.errors import ConfigError, RunError
 from grpo_lab.readable import Layout, body, decoder, lines, summary, visible, wrap
 from grpo_lab.reading import choose, counts, of_groups, ranges, read_seen, to_json

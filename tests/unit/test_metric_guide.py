@@ -11,7 +11,7 @@ import pytest
 import grpo_lab
 from grpo_lab.cli import main
 from grpo_lab.cli.guide import find
-from grpo_lab.config_file import load_config
+from grpo_lab.config.file import load_config
 from grpo_lab.console import Console
 from grpo_lab.errors import ConfigError
 from grpo_lab.metric_guide import GUIDE, Metric, newest_values

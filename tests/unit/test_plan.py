@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from grpo_lab.config import Config
-from grpo_lab.config_file import dump_yaml, load_config
+from grpo_lab.config.file import dump_yaml, load_config
 from grpo_lab.console import Console
 from grpo_lab.methods import METHODS
 from grpo_lab.objective.axes import resolve

@@ -15,8 +15,8 @@ from grpo_lab.environment.limits import disk_fact
 from grpo_lab.environment.model_files import measure
 from grpo_lab.learner.checkpoint import Progress, newest_checkpoint, save_checkpoint
 from grpo_lab.planning.plan import checkpoint_steps
-from grpo_lab.rotation import most_at_once, rotate, spare
 from grpo_lab.run_dir import RunDir
+from grpo_lab.storage.rotation import most_at_once, rotate, spare
 
 
 def config(total: int = 80, **values: object) -> Config:

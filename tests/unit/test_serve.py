@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from grpo_lab.cluster.serve import Announced, Place, _Server
 from grpo_lab.errors import ConfigError
 from grpo_lab.rollout.server import gpu_shares
-from grpo_lab.serve import Announced, Place, _Server
 
 
 def taken() -> socket.socket:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from grpo_lab.cli.cluster import slurm
+from grpo_lab.cluster.slurm import Layout, submit
 from grpo_lab.errors import ConfigError
-from grpo_lab.slurm import Layout, submit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = REPOSITORY / "configs/gsm8k_qwen0.5b.yaml"

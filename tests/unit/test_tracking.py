@@ -18,7 +18,7 @@ import pytest
 
 from grpo_lab import tracking
 from grpo_lab.config import Config
-from grpo_lab.config_file import build_config
+from grpo_lab.config.file import build_config
 from grpo_lab.errors import ConfigError
 from grpo_lab.evaluation.samples import choose_samples
 from grpo_lab.run_dir import RunDir

@@ -25,7 +25,7 @@ from grpo_lab.rollout.pool import Pool
 from grpo_lab.rollout.server import ServerProcess, machine_shares, server_command, server_environment
 from grpo_lab.rollout.vllm_options import command_line, engine_options
 from grpo_lab.rollout.worker import Worker
-from grpo_lab.scratch import scratch_folder
+from grpo_lab.storage.scratch import scratch_folder
 from grpo_lab.types import Canary, Completion, GenerationRequest, Sampling
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""The run's configuration as frozen pydantic models. Imports no torch; config_file.py reads and writes it.
+"""The run's configuration as frozen pydantic models. Imports no torch; file.py reads and writes it.
 
 The defaults are the GSM8K experiment with Qwen2.5-0.5B-Instruct. Axes left at null come from `--method` and `--recipe`
 (see methods.py).
@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from grpo_lab.config_sections import (
+from grpo_lab.config.sections import (
     AdvantageName,
     AggregateName,
     CorrectionName,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_lab.errors import RunError
-from grpo_lab.scratch import ADVICE, whole_file
+from grpo_lab.storage.scratch import ADVICE, whole_file
 from grpo_lab.types import Completion, Grade, Problem, RolloutGroup, TrainBatch, UpdateReport
 
 if TYPE_CHECKING:

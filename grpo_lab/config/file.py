@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from grpo_lab.config import Config, check_batch_algebra
-from grpo_lab.config_names import known_part, unknown_key
+from grpo_lab.config.names import known_part, unknown_key
 from grpo_lab.errors import ConfigError, unknown_name
 
 # Keys that do not change what is computed: a resumed run may change them (total_rollouts under a constant schedule only).

@@ -24,7 +24,7 @@ from grpo_lab.rollout.engines import EngineSpec
 from grpo_lab.rollout.engines.vllm_server import require_vllm, server_options
 from grpo_lab.rollout.server import machine_shares, server_command, server_environment
 from grpo_lab.rollout.vllm_options import command_line
-from grpo_lab.scratch import write_whole
+from grpo_lab.storage.scratch import write_whole
 
 _LOOK_S = 0.5
 

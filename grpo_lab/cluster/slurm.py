@@ -17,7 +17,7 @@ import jinja2
 
 from grpo_lab.config import expand_path
 from grpo_lab.errors import ConfigError, RunError
-from grpo_lab.scratch import whole_file
+from grpo_lab.storage.scratch import whole_file
 from grpo_lab.sweep import Member
 
 _TEMPLATE = "slurm.sbatch.j2"
@@ -160,7 +160,7 @@ def _words(member: Member) -> dict[str, str]:
 
 
 def _template() -> jinja2.Template:
-    text = resources.files("grpo_lab").joinpath(_TEMPLATE).read_text()
+    text = resources.files("grpo_lab.cluster").joinpath(_TEMPLATE).read_text()
     spaces: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     return jinja2.Environment(undefined=jinja2.StrictUndefined, **spaces).from_string(text)
 

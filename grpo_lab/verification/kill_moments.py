@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from grpo_lab.breaking import Moment, Operation
+from grpo_lab.verification.breaking import Moment, Operation
 
 
 @dataclass(frozen=True)

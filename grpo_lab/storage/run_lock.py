@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from grpo_lab.errors import ConfigError
-from grpo_lab.scratch import disk_reason
+from grpo_lab.storage.scratch import disk_reason
 
 FILE = ".lock"
 _PATIENCE_S = 120.0  # a file server holds on to the lock of a machine that died, as a rule for 90 s

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from grpo_lab.config import Config
 from grpo_lab.errors import RunError
-from grpo_lab.scratch import disk_reason, remove_folder
+from grpo_lab.storage.scratch import disk_reason, remove_folder
 
 if TYPE_CHECKING:
     from grpo_lab.run_dir import RunDir

@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from grpo_lab.config import Config
-from grpo_lab.config_file import build_config, in_yaml, is_free
-from grpo_lab.config_names import fields, known_part, section_of, unknown_key
+from grpo_lab.config.file import build_config, in_yaml, is_free
+from grpo_lab.config.names import fields, known_part, section_of, unknown_key
 from grpo_lab.methods import METHODS
 from grpo_lab.objective.axes import CORRECTION_OPTIONS, Objective, resolve
 from grpo_lab.plugins import names

@@ -1,7 +1,7 @@
 """A training in a process that is watched: its file operations are told, and at one of them, or soon after, SIGKILL comes.
 
-`run_watched` starts `python -m grpo_lab.breaking PLAN train ...`: an audit hook beside the unchanged command line. Only the
-standard library is imported here.
+`run_watched` starts `python -m grpo_lab.verification.breaking PLAN train ...`: an audit hook beside the unchanged command
+line. Only the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 _PATH_AT = {"open": 0, "os.mkdir": 0, "os.rename": 1, "os.remove": 0, "os.rmdir": 0, "shutil.rmtree": 0}
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-_PACKAGE = f"{Path(__file__).parent}/"
+_PACKAGE = f"{Path(__file__).parents[1]}/"
 _LOOK_S = 0.002  # between two looks at the stack
 
 
@@ -65,7 +65,7 @@ def run_watched(run: Path, arguments: Sequence[str], log: Path, moment: Moment |
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     plan = json.dumps({"pipe": writer, "run": str(run), "moment": asdict(moment) if moment else None})
-    command = [sys.executable, "-m", "grpo_lab.breaking", plan, *arguments]
+    command = [sys.executable, "-m", "grpo_lab.verification.breaking", plan, *arguments]
     told = b""
     with log.open("ab") as file, _started(command, file, writer) as process:
         os.close(writer)

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.breaking import Moment, Outcome, run_watched
 from grpo_lab.config import Config, expand_path
-from grpo_lab.config_file import build_config, dump_yaml
+from grpo_lab.config.file import build_config, dump_yaml
 from grpo_lab.console import Console
 from grpo_lab.errors import ConfigError, RunError
-from grpo_lab.kill_moments import Planned, choose_moments
 from grpo_lab.learner.checkpoint import newest_checkpoint, saved_checkpoints
 from grpo_lab.run_dir import RunDir
+from grpo_lab.verification.breaking import Moment, Outcome, run_watched
+from grpo_lab.verification.kill_moments import Planned, choose_moments
 
 Facts = dict[str, Any]
 
