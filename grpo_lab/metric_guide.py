@@ -19,6 +19,12 @@ class Metric:
     low: float | None = None
     high: float | None = None
 
+    @property
+    def marked(self) -> str:
+        """Which values are marked, in words: "Marked above 0.3.", or ""."""
+        ends = [f"{word} {end:g}" for word, end in (("below", self.low), ("above", self.high)) if end is not None]
+        return f"Marked {' or '.join(ends)}." if ends else ""
+
     def is_healthy(self, value: float) -> bool:
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 

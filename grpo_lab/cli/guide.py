@@ -88,7 +88,7 @@ def _of_run(path: Path, names: list[str]) -> Iterator[str]:
     yield ""
     for name in shown:
         mark = "!" if name in unhealthy else " "
-        yield from _wrapped(f"{mark} {name:<28}{_number(values[name]):>11}  ", GUIDE[name].healthy)
+        yield from _wrapped(f"{mark} {name:<28}{_number(values[name]):>11}  ", _healthy(GUIDE[name]))
     for remedy in dict.fromkeys(GUIDE[name].remedy for name in unhealthy):
         yield ""
         yield "! " + ", ".join(f"{n} {_number(values[n])}" for n in unhealthy if GUIDE[n].remedy == remedy)
@@ -96,8 +96,12 @@ def _of_run(path: Path, names: list[str]) -> Iterator[str]:
 
 
 def _explained(metric: Metric) -> list[str]:
-    parts = (("is", metric.meaning), ("healthy", metric.healthy), ("if not", metric.remedy))
+    parts = (("is", metric.meaning), ("healthy", _healthy(metric)), ("if not", metric.remedy))
     return [line for head, text in parts if text for line in _wrapped(f"    {head:<9}", text)]
+
+
+def _healthy(metric: Metric) -> str:
+    return f"{metric.healthy} {metric.marked}".rstrip()
 
 
 def _wrapped(head: str, text: str) -> list[str]:

@@ -99,7 +99,9 @@ def test_a_run_logs_what_the_guide_explains(
 
 def test_ranges_and_texts() -> None:
     assert Metric("", "", low=0, high=1).is_healthy(1) and not Metric("", "", high=1).is_healthy(1.1)
-    assert Metric("", "").is_healthy(-1e9)
+    assert Metric("", "").is_healthy(-1e9) and Metric("", "").marked == ""
+    assert Metric("", "", low=0.5, high=2).marked == "Marked below 0.5 or above 2."
+    assert Metric("", "", high=0).marked == "Marked above 0."
     for name, metric in GUIDE.items():
         assert metric.meaning.endswith(".") and metric.healthy.endswith("."), name
         assert metric.remedy or (metric.low, metric.high) == (None, None), f"{name}: a range needs a remedy"
