@@ -217,7 +217,8 @@ def describe_config(config: Config, objective: Objective) -> list[str]:
         f"{config.prompts_per_step} prompts; {epochs}",
         f"updates    {updates} per step ({config.learner.passes} passes x {config.learner.mini_batches} mini-batches), "
         f"{steps * updates:,} in all",
-        f"saves      {checkpoints} checkpoints, one every {config.checkpoint_every:,} rollouts{_kept(config)}"
+        f"saves      {checkpoints} checkpoint{'s' * (checkpoints > 1)}, one every {config.checkpoint_every:,} rollouts"
+        + _kept(config)
         + (f"; {checkpoints + 1} evaluations of {config.evaluation.problems} problems x {config.evaluation.samples} samples"
            if config.evaluation.enabled else "; no evaluation"),
         f"model      {config.model.place}, {config.model.dtype}, "

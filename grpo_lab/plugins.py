@@ -47,7 +47,9 @@ def load(package: str, name: str, class_name: str) -> Any:
     except Exception as error:
         raise ConfigError(f"cannot import {kind} {name!r}: {in_words(error)}; correct that file") from None
     if not hasattr(module, attribute):
-        raise ConfigError(f"{kind} {name!r}: module {module_name} defines no {attribute!r}")
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        has = f"; it defines {', '.join(own)}: write {module_name}:{own[0]}" if own else ""
+        raise ConfigError(f"{kind} {name!r}: module {module_name} defines no {attribute!r}{has}")
     if not callable(found := getattr(module, attribute)):
         raise ConfigError(
             f"{kind} {name!r} is a {type(found).__name__}, which cannot be called; name a class or a function"

@@ -17,7 +17,7 @@ class Estimate:
     se: float
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f} +- {self.se:.3f}"
+        return f"{round(self.mean, 3) + 0.0:.3f} +- {self.se:.3f}"  # no negative zero
 
 
 def clustered(values: Array) -> Estimate:

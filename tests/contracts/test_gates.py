@@ -1,6 +1,7 @@
 """What holds for every file of grpo_lab/objective/gates. A new file is found by itself."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -108,3 +109,27 @@ def test_a_gate_from_outside_the_package(tmp_path, monkeypatch) -> None:  # type
     assert build_gate("mygates:Gate", {}).df(torch.ones(1), torch.ones(1), torch.ones(1)).item() == 1
     with pytest.raises(ConfigError, match="PYTHONPATH"):
         build_gate("nowhere.gates", {})
+
+
+OUTSIDE = """
+import torch
+class Right:
+    def f(self, ratio, advantages, old_probs): return ratio.clamp(max=1.25)
+    def df(self, ratio, advantages, old_probs): return (ratio <= 1.25).to(ratio.dtype)
+class Wrong(Right):
+    def df(self, ratio, advantages, old_probs): return (ratio <= 1.5).to(ratio.dtype)
+class Upside(Right):
+    def df(self, ratio, advantages, old_probs): return torch.where(advantages < 0, 2 - ratio, (ratio <= 1.25).to(ratio.dtype))
+"""
+
+
+def test_a_gate_from_outside_has_its_derivative_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gates_outside.py").write_text(OUTSIDE)
+    monkeypatch.syspath_prepend(tmp_path)
+    build_gate("gates_outside:Right", {})  # a kink, at one of the ratios looked at
+    with pytest.raises(ConfigError, match=r"ratio 1\.25 and A = 1 df is 1, but the slope of f is 0\.5"):
+        build_gate("gates_outside:Wrong", {})
+    with pytest.raises(ConfigError, match=r"ratio 0\.3 and A = -1 df is 1\.7, but the slope of f is 1"):
+        build_gate("gates_outside:Upside", {})
+    with pytest.raises(ConfigError, match="it defines Right, Wrong, Upside: write gates_outside:Right"):
+        build_gate("gates_outside:Gate", {})

@@ -47,6 +47,8 @@ def build_gate(name: str, options: Mapping[str, float], level: Level = "token") 
         )
     gate: GateProtocol = gate_class(**options)
     _check_contract(gate, name)
+    if ":" in name or "." in name:  # those of this folder are tested more closely
+        _check_derivative(gate, name)
     return gate
 
 
@@ -74,3 +76,20 @@ def _check_contract(gate: GateProtocol, name: str) -> None:
             f"gate {name!r} with {dict(vars(gate)) or 'no parameters'}: df at ratio 1 is {slope.tolist()} for A = 1 and -1; it "
             "must be 1, else the gate changes the gradient even on-policy; correct its parameters or its code"
         )
+
+
+def _check_derivative(gate: GateProtocol, name: str, h: float = 1e-3, tolerance: float = 1e-2) -> None:
+    """df must be the slope of f, from which it is read what the gate lets through; at a kink it may be that of either side."""
+    ratios = torch.tensor([0.3, 0.55, 0.75, 0.9, 1.1, 1.25, 1.45, 1.8, 3.0])
+    for sign in (1.0, -1.0):
+        advantages, old_probs = torch.full_like(ratios, sign), torch.full_like(ratios, 0.3)
+        rise = (gate.f(ratios + h, advantages, old_probs) - gate.f(ratios - h, advantages, old_probs)) / (2 * h)
+        sides = torch.stack([gate.df(ratios + step, advantages, old_probs) for step in (-h, 0.0, h)])
+        right = (rise >= sides.amin(dim=0) - tolerance) & (rise <= sides.amax(dim=0) + tolerance)
+        for ratio, slope, found in zip(
+            ratios[~right].tolist(), rise[~right].tolist(), sides[1][~right].tolist(), strict=True
+        ):
+            raise ConfigError(
+                f"gate {name!r}: at ratio {ratio:g} and A = {sign:g} df is {found:.4g}, but the slope of f is {slope:.4g}; "
+                "df must be the derivative of f by the ratio; correct one of them"
+            )
