@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from grpo_lab.config.file import changes
 from grpo_lab.errors import ConfigError
 from grpo_lab.evaluation import contrast
 from grpo_lab.evaluation.arms import Arm, between
@@ -59,11 +60,15 @@ HEAD = (
     "floor F*",
     "gap F - F*",
 )
+_SEEN = {"method", "recipe", "beta", "seed", "run_name", "output_dir"}  # in the tables, and where a run lies
 
 
 def lines(made: Comparison) -> list[str]:
     """The whole comparison, for the terminal."""
     said = [f"{arm.name}  {run.path}" for arm in made.arms for run in arm.runs]
+    said += [
+        f"{arm.name} differs from {made.arms[0].name} in {'; '.join(found)}" for arm, found in _differing(made.arms)
+    ]
     for beta in made.betas:
         when = "the last evaluation of all" if contrast.is_equal(made.moment) else "each one's last evaluation"
         said += ["", f"F at beta {beta:g}, {when}", *_table(_rows(made.arms, made.moment, beta))]
@@ -77,6 +82,15 @@ def lines(made: Comparison) -> list[str]:
     if made.contrasts:
         said += ["", *_tests(made.contrasts)]
     return [*said, *(["", *(f"note       {note}" for note in made.notes)] if made.notes else [])]
+
+
+def _differing(arms: Sequence[Arm]) -> list[tuple[Arm, list[str]]]:
+    """The arms whose settings differ from the first one's in more than the tables show, with what differs."""
+    found = [
+        (arm, [str(change) for change in changes(arms[0].config, arm.config) if change.key not in _SEEN])
+        for arm in arms
+    ]
+    return [(arm, differing) for arm, differing in found if differing]
 
 
 def _rows(arms: Sequence[Arm], moment: Moment, beta: float | None) -> list[list[str]]:

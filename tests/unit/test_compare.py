@@ -181,6 +181,15 @@ def test_other_betas_are_compared_at_each(tmp_path: Path) -> None:
     assert any("different betas" in note for note in made.notes)
 
 
+def test_settings_that_no_table_shows_are_named(tmp_path: Path) -> None:
+    plain = write_run(tmp_path / "a", [], 0.2, 0.4)
+    soft = write_run(tmp_path / "b", ["method=sao", "objective.gate=erf", "seed=3"], 0.2, 0.4)
+    text = lines(compared(plain, soft))
+    assert "B differs from A in objective.gate: null -> erf" in text
+    only_method = write_run(tmp_path / "c", ["method=sao"], 0.2, 0.4)
+    assert not any("differs from" in line for line in lines(compared(plain, only_method)))
+
+
 def test_holm_counts_the_pairs_of_one_quantity(tmp_path: Path) -> None:
     runs = [
         write_run(tmp_path / m, [f"method={m}"], gain, 0.4) for m, gain in (("dapo", 0.25), ("sao", 0.1), ("ppo", 0.0))
