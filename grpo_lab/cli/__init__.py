@@ -97,7 +97,7 @@ def main() -> None:
         text = _with_value(error.format_message(), sys.argv)
         is_help = text.startswith("Usage:")  # a command without its arguments
         sys.stderr.write(
-            text + "\n" if is_help else f"grpo-lab: {' '.join(shown(text).split())}; see grpo-lab --help\n"
+            text + "\n" if is_help else f"grpo-lab: {' '.join(shown(text).split()).rstrip('.')}; see grpo-lab --help\n"
         )
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
