@@ -102,6 +102,7 @@ FEW = (  # a kind, the operation it means here, what the kill leaves
 )
 
 
+@pytest.mark.slow
 def test_few_kills(undisturbed: Undisturbed) -> None:
     killed, outcomes = WatchedRun(new_folder(undisturbed.config), "killed"), []
     for name, part, leaves in FEW:

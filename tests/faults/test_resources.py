@@ -106,6 +106,7 @@ def measured_run(tmp_path: Path, model: Path, engine: str, steps: int, leak: str
     return measured
 
 
+@pytest.mark.slow
 def test_sixty_steps_hold_no_more_than_twenty(tmp_path: Path, tiny_model: Path) -> None:
     assert growth(measured_run(tmp_path, tiny_model, "scripted", 60)) == []
 
