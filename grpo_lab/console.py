@@ -206,11 +206,12 @@ def describe_config(config: Config, objective: Objective) -> list[str]:
         else "training problems: all that are not held out"
     )
     updates = config.learner.passes * config.learner.mini_batches
-    options = ", ".join(f"{name} {value:g}" for name, value in objective.gate_options.items())
+    given = ", ".join(f"{name} {value:g}" for name, value in objective.gate_options.items())
+    options = f" ({given})" if given else ""
     checkpoints = -(-config.total_rollouts // config.checkpoint_every)
     lines = [
         f"method     {config.method} ({METHODS[config.method].source}), recipe {config.recipe}, beta {config.beta:g}",
-        f"axes       gate {objective.gate} ({options}), level {objective.level}, advantage {objective.advantage}, "
+        f"axes       gate {objective.gate}{options}, level {objective.level}, advantage {objective.advantage}, "
         f"kl {objective.kl}, aggregate {objective.aggregate}, old {objective.old}, correction {objective.correction}",
         f"objective  {effective_beta_line(objective, config.group_size)}",
         f"batches    {config.total_rollouts:,} rollouts = {groups:,} groups of {config.group_size} = {steps:,} steps of "

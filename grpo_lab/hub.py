@@ -10,6 +10,7 @@ from grpo_lab.config import ModelConfig, cache_folder
 from grpo_lab.errors import ConfigError
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "tekken.json")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -20,6 +21,10 @@ def resolve_model(model: ModelConfig) -> Path:
     """
     local = check_local_model(model)
     if local:
+        if not list(local.glob("*.safetensors")):
+            raise ConfigError(
+                f"model.name={model.name!r}: the folder has no weights (*.safetensors); give a whole model folder"
+            )
         return local
     name = model.place
     from huggingface_hub import snapshot_download
@@ -100,6 +105,10 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a model folder. ConfigError when it cannot be loaded."""
     from transformers import AutoTokenizer
 
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise ConfigError(
+            f"no tokenizer in {folder}: it has none of {', '.join(_TOKENIZERS)}; copy them from the model"
+        )
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

@@ -241,7 +241,7 @@ GUIDE: dict[str, Metric] = {
     "perf/packing_fill": Metric(
         "Share of the positions run through the model that are tokens, not padding.",
         "Above 0.8.",
-        "Raise learner.microbatch_tokens, so that rows of like length find each other.",
+        "More micro-batches fit like lengths better: lower learner.microbatch_tokens; with few rows there is no mend.",
         low=0.6,
     ),
     "perf/prompt_share_saving": Metric(

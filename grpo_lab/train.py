@@ -75,6 +75,8 @@ def _lead(config: Config, console: Console, resume: RunDir | None, ranks: Ranks,
             run.rewind(progress.step)
             rotate(run, config, console.say)  # a run that was killed while it removed some goes on with that
             console.started(run, config, progress)
+            if progress.rollouts >= config.total_rollouts:
+                console.say(f"complete   after {progress.rollouts:,} rollouts; raise total_rollouts to train on")
             with Tracker(config, run, console.say) as tracker:
                 stopped = _loop(parts, run, progress, console, tracker, stop)
         except torch.OutOfMemoryError as error:

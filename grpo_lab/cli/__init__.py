@@ -65,10 +65,13 @@ app.add_typer(laboratory.lab, name="lab")
 app.add_typer(laboratory.plot, name="plot")
 
 _UsageError: Any = typer.BadParameter.__mro__[2]  # click's ClickException, in whichever package typer keeps it
+_WITH_CONFIG = ("train", "sweep", "rollout", "worker", "doctor", "verify-resume")
 
 
 def _with_value(text: str, words: Sequence[str]) -> str:
-    """A complaint about an option's value with the value, which typer leaves out."""
+    """A complaint about an option's value with the value, which typer leaves out; about a stray word with what is meant."""
+    if "unexpected extra argument" in text and words[1:2] and words[1] in _WITH_CONFIG:
+        return f"{text.rstrip('.')}: a config file is given as --config FILE, a value as --set key=value"
     if not (found := re.match(r"Invalid value for '(--[\w-]+)'", text)):
         return text
     option, given = found[1], [word.partition("=")[2] for word in words if word.startswith(f"{found[1]}=")]

@@ -15,7 +15,7 @@ import typer
 from grpo_lab.errors import ConfigError
 from grpo_lab.metric_guide import GUIDE, Metric, newest_values
 
-_WIDEST = 110
+_WIDEST, _NAMES = 110, 10
 _PLUGIN_FOLDERS = {
     "gates": "grpo_lab.objective.gates",
     "tasks": "grpo_lab.tasks",
@@ -30,13 +30,14 @@ def list_names() -> None:
 
     for name, row in METHODS.items():
         options = ", ".join(f"{key} {value:g}" for key, value in row.gate_options.items())
-        typer.echo(f"{name:8} {row.gate} ({options}), {row.level} level, old policy from the {row.old}; {row.source}")
+        gate = f"{row.gate} ({options})" if options else row.gate
+        typer.echo(f"{name:{_NAMES}} {gate}, {row.level} level, old policy from the {row.old}; {row.source}")
         typer.echo(
-            f"{'':8} recipe paper: {row.advantage}, kl {row.kl}, {row.aggregate}"
+            f"{'':{_NAMES}} recipe paper: {row.advantage}, kl {row.kl}, {row.aggregate}"
             + (f"; {row.note}" if row.note else "")
         )
     for kind, package in _PLUGIN_FOLDERS.items():
-        typer.echo(f"{kind:8} {', '.join(names(package))}")
+        typer.echo(f"{kind:{_NAMES}} {', '.join(names(package))}")
 
 
 def metrics(

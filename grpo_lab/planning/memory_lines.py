@@ -30,7 +30,10 @@ def memory_lines(config: Config, shape: ModelShape | None, machine: Machine, lau
     """Learner and sampler against the machine; one line says what is missing where the model is not here."""
     if shape is None:
         name = config.model.place
-        return [f"memory     unknown: model not here ({name}); its config is enough: `hf download {name} config.json`"]
+        return [
+            f"memory     unknown: model not here ({name}); its config is enough: `hf download {name} "
+            "config.json`, or model.name=FOLDER with a config.json"
+        ]
     learner = learner_memory(config, shape, launch.learners)
     lines = [
         *_learner_lines(config, shape, machine, learner, launch.learners),

@@ -118,6 +118,8 @@ class Right:
     def df(self, ratio, advantages, old_probs): return (ratio <= 1.25).to(ratio.dtype)
 class Wrong(Right):
     def df(self, ratio, advantages, old_probs): return (ratio <= 1.5).to(ratio.dtype)
+class Shape(Right):
+    def df(self, ratio, advantages, old_probs): return torch.ones(3)
 class Upside(Right):
     def df(self, ratio, advantages, old_probs): return torch.where(advantages < 0, 2 - ratio, (ratio <= 1.25).to(ratio.dtype))
 """
@@ -131,5 +133,7 @@ def test_a_gate_from_outside_has_its_derivative_checked(tmp_path: Path, monkeypa
         build_gate("gates_outside:Wrong", {})
     with pytest.raises(ConfigError, match=r"ratio 0\.3 and A = -1 df is 1\.7, but the slope of f is 1"):
         build_gate("gates_outside:Upside", {})
-    with pytest.raises(ConfigError, match="it defines Right, Wrong, Upside: write gates_outside:Right"):
+    with pytest.raises(ConfigError, match="it defines Right, Wrong, Shape, Upside: write gates_outside:Right"):
         build_gate("gates_outside:Gate", {})
+    with pytest.raises(ConfigError, match=r"df gave \[3\] for ratios of shape \[2\]"):
+        build_gate("gates_outside:Shape", {})

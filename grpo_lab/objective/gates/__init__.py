@@ -67,11 +67,13 @@ def _check_contract(gate: GateProtocol, name: str) -> None:
         raise ConfigError(
             f"gate {name!r}: f and df(ratio, advantages, old_probs) failed: {error!r}; see `clip` for one"
         ) from None
-    if (
-        value.shape != ones.shape
-        or not torch.isfinite(value).all()
-        or not torch.allclose(slope.double(), ones.double(), atol=1e-6)
-    ):
+    for method, found in (("f", value), ("df", slope)):
+        if getattr(found, "shape", None) != ones.shape:
+            given = list(getattr(found, "shape", ())) or type(found).__name__
+            raise ConfigError(
+                f"gate {name!r}: {method} gave {given} for ratios of shape [2]; it must give the ratios' shape"
+            )
+    if not torch.isfinite(value).all() or not torch.allclose(slope.double(), ones.double(), atol=1e-6):
         raise ConfigError(
             f"gate {name!r} with {dict(vars(gate)) or 'no parameters'}: df at ratio 1 is {slope.tolist()} for A = 1 and -1; it "
             "must be 1, else the gate changes the gradient even on-policy; correct its parameters or its code"
