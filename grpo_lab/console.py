@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from grpo_lab.config import Config
 from grpo_lab.errors import shown
 from grpo_lab.library_logs import FOLDER, LibraryLogs
-from grpo_lab.methods import METHODS
+from grpo_lab.methods import METHODS, gate_in_words
 from grpo_lab.objective.advice import effective_beta_line, warnings
 from grpo_lab.objective.axes import Objective
 from grpo_lab.terminal.clock import Phase
@@ -206,13 +206,12 @@ def describe_config(config: Config, objective: Objective) -> list[str]:
         else "training problems: all that are not held out"
     )
     updates = config.learner.passes * config.learner.mini_batches
-    given = ", ".join(f"{name} {value:g}" for name, value in objective.gate_options.items())
-    options = f" ({given})" if given else ""
     checkpoints = -(-config.total_rollouts // config.checkpoint_every)
     lines = [
         f"method     {config.method} ({METHODS[config.method].source}), recipe {config.recipe}, beta {config.beta:g}",
-        f"axes       gate {objective.gate}{options}, level {objective.level}, advantage {objective.advantage}, "
-        f"kl {objective.kl}, aggregate {objective.aggregate}, old {objective.old}, correction {objective.correction}",
+        f"axes       gate {gate_in_words(objective.gate, objective.gate_options)}, level {objective.level}, "
+        f"advantage {objective.advantage}, kl {objective.kl}, aggregate {objective.aggregate}, "
+        f"old {objective.old}, correction {objective.correction}",
         f"objective  {effective_beta_line(objective, config.group_size)}",
         f"batches    {config.total_rollouts:,} rollouts = {groups:,} groups of {config.group_size} = {steps:,} steps of "
         f"{config.prompts_per_step} prompts; {epochs}",

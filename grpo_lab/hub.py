@@ -10,7 +10,7 @@ from grpo_lab.config import ModelConfig, cache_folder
 from grpo_lab.errors import ConfigError
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "tekken.json")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")  # one of them is there
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -105,10 +105,8 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a model folder. ConfigError when it cannot be loaded."""
     from transformers import AutoTokenizer
 
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
-        raise ConfigError(
-            f"no tokenizer in {folder}: it has none of {', '.join(_TOKENIZERS)}; copy them from the model"
-        )
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        raise ConfigError(f"no tokenizer in {folder}: it has none of {', '.join(TOKENIZERS)}; copy them from the model")
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

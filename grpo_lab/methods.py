@@ -12,6 +12,12 @@ from dataclasses import dataclass
 from grpo_lab.config import AdvantageName, AggregateName, KLName, Level, OldPolicy
 
 
+def gate_in_words(gate: str, options: Mapping[str, float]) -> str:
+    """A gate with its parameters, e.g. "clip (clip_low 0.2, clip_high 0.28)"."""
+    given = ", ".join(f"{name} {value:g}" for name, value in options.items())
+    return f"{gate} ({given})" if given else gate
+
+
 @dataclass(frozen=True)
 class Method:
     """One row. Gate, level and old policy hold under both recipes; advantage, KL, aggregate and the extras are the paper's."""

@@ -21,13 +21,18 @@ def names(package: str) -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(spec.submodule_search_locations) if not m.name.startswith("_"))
 
 
+def is_outside(name: str) -> bool:
+    """Whether `name` is a dotted path to code outside the plugin folders."""
+    return "." in name or ":" in name
+
+
 def load(package: str, name: str, class_name: str) -> Any:
     """The class `class_name` of plugin `name` in `package`, or of the dotted path `module:Class` (`module` alone works too).
 
     Raises ConfigError when the name is unknown, the module cannot be found, or the class is missing.
     """
     kind = class_name.removesuffix("Impl").lower()
-    if "." not in name and ":" not in name:
+    if not is_outside(name):
         if name not in names(package):
             raise unknown_name(kind, name, names(package))
         return getattr(importlib.import_module(f"{package}.{name}"), class_name)

@@ -68,10 +68,10 @@ _UsageError: Any = typer.BadParameter.__mro__[2]  # click's ClickException, in w
 _WITH_CONFIG = ("train", "sweep", "rollout", "worker", "doctor", "verify-resume")
 
 
-def _with_value(text: str, words: Sequence[str]) -> str:
+def _in_our_words(text: str, words: Sequence[str]) -> str:
     """A complaint about an option's value with the value, which typer leaves out; about a stray word with what is meant."""
     if "unexpected extra argument" in text and words[1:2] and words[1] in _WITH_CONFIG:
-        return f"{text.rstrip('.')}: a config file is given as --config FILE, a value as --set key=value"
+        return f"{text}: a config file is given as --config FILE, a value as --set key=value"
     if not (found := re.match(r"Invalid value for '(--[\w-]+)'", text)):
         return text
     option, given = found[1], [word.partition("=")[2] for word in words if word.startswith(f"{found[1]}=")]
@@ -97,7 +97,7 @@ def main() -> None:
     except typer.Exit as stop:
         sys.exit(stop.exit_code)
     except _UsageError as error:
-        text = _with_value(error.format_message(), sys.argv)
+        text = _in_our_words(error.format_message(), sys.argv)
         is_help = text.startswith("Usage:")  # a command without its arguments
         sys.stderr.write(
             text + "\n" if is_help else f"grpo-lab: {' '.join(shown(text).split()).rstrip('.')}; see grpo-lab --help\n"

@@ -25,12 +25,11 @@ _PLUGIN_FOLDERS = {
 
 def list_names() -> None:
     """The methods and every gate, task and engine that can be named in a config."""
-    from grpo_lab.methods import METHODS
+    from grpo_lab.methods import METHODS, gate_in_words
     from grpo_lab.plugins import names
 
     for name, row in METHODS.items():
-        options = ", ".join(f"{key} {value:g}" for key, value in row.gate_options.items())
-        gate = f"{row.gate} ({options})" if options else row.gate
+        gate = gate_in_words(row.gate, row.gate_options)
         typer.echo(f"{name:{_NAMES}} {gate}, {row.level} level, old policy from the {row.old}; {row.source}")
         typer.echo(
             f"{'':{_NAMES}} recipe paper: {row.advantage}, kl {row.kl}, {row.aggregate}"

@@ -70,6 +70,9 @@ def dump_yaml(config: BaseModel) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
+PLACE = ("run_name", "output_dir")  # keys in which every two runs differ: where a run lies
+
+
 @dataclass(frozen=True)
 class Change:
     """A key with two values, as words; `is_trajectory`: a resumed run with the second would not compute the same."""

@@ -16,12 +16,11 @@ from grpo_lab.config import Config, ModelConfig, expand_path
 from grpo_lab.environment.facts import Fact, reason
 from grpo_lab.environment.model_files import Size, lost_files, measure
 from grpo_lab.errors import ConfigError
-from grpo_lab.hub import check_local_model
+from grpo_lab.hub import TOKENIZERS, check_local_model
 
 HUB_LIMIT_S = 5.0
 _HUB_DATASETS = {"gsm8k": ("openai/gsm8k", "main")}  # of tasks that load from the hub without data.path
 _FROM_FILES = ("gsm8k", "jsonl")  # tasks that read data.path and nothing else
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 class Inputs:
@@ -192,9 +191,9 @@ def judge_model_folder(folder: Path, name: str, measured: Size | None) -> Fact:
     if lost := lost_files(folder):
         text = f"{name}: missing or damaged: {', '.join(lost[:3])}{' and more' if lost[3:] else ''}"
         return Fact("model", "FAIL", f"{text}: prevents training; copy or download it again")
-    if not any((folder / file).is_file() for file in _TOKENIZERS):
+    if not any((folder / file).is_file() for file in TOKENIZERS):
         return Fact(
-            "model", "FAIL", f"{name}: no tokenizer ({_TOKENIZERS[0]}): prevents training; copy it beside the weights"
+            "model", "FAIL", f"{name}: no tokenizer ({TOKENIZERS[0]}): prevents training; copy it beside the weights"
         )
     if measured is None:
         return Fact("model", "warn", f"{name}: no *.safetensors, so its size is unknown; save_pretrained writes them")

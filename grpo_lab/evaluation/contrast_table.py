@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from grpo_lab.config.file import changes
+from grpo_lab.config.file import PLACE, changes
 from grpo_lab.errors import ConfigError
 from grpo_lab.evaluation import contrast
 from grpo_lab.evaluation.arms import Arm, between
@@ -60,7 +60,7 @@ HEAD = (
     "floor F*",
     "gap F - F*",
 )
-_SEEN = {"method", "recipe", "beta", "seed", "run_name", "output_dir"}  # in the tables, and where a run lies
+_SEEN = {"method", "recipe", "beta", "seed", *PLACE}  # in the tables, and where a run lies
 
 
 def lines(made: Comparison) -> list[str]:

@@ -16,6 +16,7 @@ import yaml
 from jinja2 import Environment, StrictUndefined
 
 from grpo_lab.config import Config
+from grpo_lab.config.file import PLACE
 from grpo_lab.console import describe_config
 from grpo_lab.evaluation import comparison
 from grpo_lab.evaluation.figures import draw_curves, draw_training
@@ -29,7 +30,6 @@ from grpo_lab.storage.scratch import write_whole
 from grpo_lab.thermo.statistics import Estimate
 
 SAMPLES = 8
-PLACE = ("run_name", "output_dir")  # keys in which every two runs differ
 FIGURES = {
     "free_energy": "Free energy against rollouts, with the floor's bracket and the reference.",
     "reward_kl": "Reward and KL to the reference on the held-out problems, against rollouts.",

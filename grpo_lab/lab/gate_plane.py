@@ -15,6 +15,7 @@ from torch import Tensor
 
 from grpo_lab.drawing import ORANGE, save
 from grpo_lab.lab.recorded import RecordedStep
+from grpo_lab.methods import gate_in_words
 from grpo_lab.objective.axes import Objective
 from grpo_lab.objective.gates import GateProtocol, build_gate
 from grpo_lab.objective.record import trained_tokens
@@ -190,6 +191,5 @@ def _ratio_label(objective: Objective) -> str:
 
 
 def _title(name: str, objective: Objective) -> str:
-    options = ", ".join(f"{key} {value:g}" for key, value in objective.gate_options.items())
     at = f", drawn at π_old = {OLD_PROB:g}" if objective.gate in ("total_variation", "probability_window") else ""
-    return f"{name}: gate {objective.gate}" + (f" ({options})" if options else "") + at
+    return f"{name}: gate {gate_in_words(objective.gate, objective.gate_options)}{at}"

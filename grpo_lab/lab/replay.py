@@ -50,7 +50,7 @@ def named_objective(config: Config, name: str) -> Objective:
     if recipe not in RECIPES:
         raise unknown_name("recipe", recipe, RECIPES)
     gates = plugins.names(PACKAGE)
-    is_gate = method not in METHODS and (method in gates or ":" in method or "." in method)
+    is_gate = method not in METHODS and (method in gates or plugins.is_outside(method))
     if method not in METHODS and not is_gate:
         raise unknown_name("method or gate", method, [*METHODS, *gates])
     chosen = (
