@@ -3,9 +3,10 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,15 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 REPOSITORY = Path(__file__).parent.parent
 os.environ["PYTHONPATH"] = str(REPOSITORY / "tests")  # child processes find parity_task too
+
+
+@pytest.fixture(scope="module")
+def module_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for what the tests of a module share; it goes with them, unless one has failed."""
+    folder, failed = tmp_path_factory.mktemp("module"), request.session.testsfailed
+    yield folder
+    if request.session.testsfailed == failed:
+        shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")

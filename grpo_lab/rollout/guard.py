@@ -2,7 +2,8 @@
 
 When standard input closes (the owner ended, however it ended) or SIGTERM comes, the command gets SIGTERM, and SIGKILL with
 all its children after a grace period; a byte on standard input means SIGKILL at once. When the command ends by itself, what
-it left in its process group is killed. Standard library only: it starts in milliseconds.
+it left in its process group is killed. Its temporary files, sockets of vLLM's processes among them, lie in a folder that
+goes with it. Standard library only: it starts in milliseconds.
 """
 
 import contextlib
@@ -12,10 +13,13 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 
 GRACE_S = 10.0
 _TRACKER_S = 2.0
+_LONGEST_PARENT = 40  # characters: a Unix socket's path, which vLLM makes below it, may have about 100
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -34,9 +38,9 @@ def _adopt_orphans() -> None:
 class _Command:
     """The command in a process group of its own, and its status once it has ended."""
 
-    def __init__(self, words: list[str]) -> None:
+    def __init__(self, words: list[str], environment: dict[str, str]) -> None:
         self.pid = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_end_with_the_guard
+            words, stdin=subprocess.DEVNULL, env=environment, process_group=0, preexec_fn=_end_with_the_guard
         ).pid
         self.status: int | None = None
 
@@ -99,6 +103,16 @@ def _heard(seconds: float) -> bytes | None:
     return os.read(sys.stdin.fileno(), 1) if readable else None
 
 
+@contextlib.contextmanager
+def _own_temporary() -> Iterator[dict[str, str]]:
+    """The environment with a temporary directory that is removed afterwards; torch's cache of compiled code stays outside."""
+    usual = tempfile.gettempdir()
+    parent = usual if len(usual) <= _LONGEST_PARENT else "/tmp"
+    with tempfile.TemporaryDirectory(prefix="grpo_lab-", dir=parent, ignore_cleanup_errors=True) as folder:
+        cache = os.path.join(usual, f"torchinductor_{os.getuid()}")
+        yield {"TORCHINDUCTOR_CACHE_DIR": cache, **os.environ, "TMPDIR": folder}
+
+
 def main() -> int:
     """The exit status of the command, 128 + n when signal n ended it."""
     asked = [False]
@@ -107,7 +121,13 @@ def main() -> int:
     # SIGUSR1 asks the owner to save, which still needs the command; the command inherits this
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     _adopt_orphans()
-    command = _Command(sys.argv[1:])
+    with _own_temporary() as environment:
+        status = _see_to(_Command(sys.argv[1:], environment), asked)
+    return status if status >= 0 else 128 - status
+
+
+def _see_to(command: _Command, asked: list[bool]) -> int:
+    """The command's status once it and all it started are gone; `asked` becomes true when the guard itself is to end."""
     word: bytes | None = None
     while not command.reap() and not asked[0] and word is None:
         word = _heard(0.2)
@@ -122,8 +142,7 @@ def main() -> int:
     command.kill_group()
     while not command.reap():
         time.sleep(0.01)
-    status = command.status or 0
-    return status if status >= 0 else 128 - status
+    return command.status or 0
 
 
 if __name__ == "__main__":

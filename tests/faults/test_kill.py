@@ -39,8 +39,8 @@ def short_config(folder: Path, model: Path) -> Config:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Undisturbed:
-    config = short_config(tmp_path_factory.mktemp("undisturbed"), tiny_model)
+def undisturbed(module_path: Path, tiny_model: Path) -> Undisturbed:
+    config = short_config(module_path, tiny_model)
     calm = WatchedRun(new_folder(config), "undisturbed")
     outcome = calm.to_the_end()
     return Undisturbed(config, RunDir.open(calm.path), outcome.operations)

@@ -308,9 +308,9 @@ def test_a_broken_answer_of_an_engine_is_refused(
 
 
 @pytest.fixture(scope="module")
-def broken_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def broken_model(tiny_model: Path, module_path: Path) -> Path:
     """One NaN in the last layer."""
-    folder = tmp_path_factory.mktemp("broken") / "model"
+    folder = module_path / "model"
     folder.mkdir()
     for file in tiny_model.iterdir():
         if file.suffix != ".safetensors":

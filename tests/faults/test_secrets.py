@@ -117,13 +117,12 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Trained:
-    folder = tmp_path_factory.mktemp("trained")
-    config = write_tiny_config(folder / "c.yaml", tiny_model, folder)
+def trained(module_path: Path, tiny_model: Path) -> Trained:
+    config = write_tiny_config(module_path / "c.yaml", tiny_model, module_path)
     words = [sys.executable, "-m", "grpo_lab", "train", "--config", str(config)]
     done = subprocess.run(words, env={**os.environ, **SECRETS}, capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
-    return Trained(folder, config, done.stdout + done.stderr)
+    return Trained(module_path, config, done.stdout + done.stderr)
 
 
 def test_keys_of_the_environment_are_written_and_shown_nowhere(

@@ -117,8 +117,8 @@ class Nursery:
 
 
 @pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Nursery]:
-    started = Nursery(tmp_path_factory.mktemp("nursery"), tiny_model)
+def nursery(module_path: Path, tiny_model: Path) -> Iterator[Nursery]:
+    started = Nursery(module_path, tiny_model)
     yield started
     started.close()
 

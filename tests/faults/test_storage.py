@@ -106,15 +106,15 @@ def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture(scope="module")
-def saved(learner: Learner, tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(learner: Learner, tokenizer: PreTrainedTokenizerBase, module_path: Path) -> Path:
     """One real checkpoint."""
-    return save_checkpoint(tmp_path_factory.mktemp("saved"), learner, tokenizer, Progress(1, 8, 9)).folder
+    return save_checkpoint(module_path, learner, tokenizer, Progress(1, 8, 9)).folder
 
 
 @pytest.fixture(scope="module")
-def settings(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
-    folder, sets = tmp_path_factory.mktemp("storage"), ["evaluation.problems=2", "evaluation.samples=2"]
-    return load_config(write_tiny_config(folder / "tiny.yaml", tiny_model, folder / "runs"), sets)
+def settings(tiny_model: Path, module_path: Path) -> Config:
+    sets = ["evaluation.problems=2", "evaluation.samples=2"]
+    return load_config(write_tiny_config(module_path / "tiny.yaml", tiny_model, module_path / "runs"), sets)
 
 
 @pytest.fixture(scope="module")

@@ -18,13 +18,13 @@ METHODS = ("ppo", "grpo", "dapo", "sao", "sapo", "gspo")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(module_path: Path) -> Path:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench"))
     from _models import random_model
 
-    return random_model(tmp_path_factory.mktemp("model") / "random", 4096)
+    return random_model(module_path / "random", 4096)
 
 
 @pytest.fixture

@@ -23,11 +23,10 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+def finished(request: pytest.FixtureRequest, module_path: Path, tiny_model: Path) -> Path:
     """A finished run of two steps with the hf engine."""
-    folder = tmp_path_factory.mktemp("finished")
     sets = {
-        "prompts_per_step": 2, "group_size": 4, "total_rollouts": 16, "checkpoint_every": 8, "output_dir": folder,
+        "prompts_per_step": 2, "group_size": 4, "total_rollouts": 16, "checkpoint_every": 8, "output_dir": module_path,
         "model.name": tiny_model, "model.dtype": "float32", "data.task": "parity_task:Task",
         "data.train_problems": "null", "data.heldout_problems": 8, "rollout.engine": "hf",
         "rollout.max_new_tokens": 8, "rollout.max_prompt_tokens": 64, "learner.mini_batches": 2, "evaluation.problems": 4,
@@ -38,7 +37,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
     assert "beta_eff = 0.05" in done.stdout and "floor F*" in done.stdout and "free_energy.png" in done.stdout
-    return folder / "run"
+    return module_path / "run"
 
 
 @pytest.mark.parametrize(

@@ -19,19 +19,18 @@ def instructions(name: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(module_path: Path) -> Path:
     """What the COPY lines bring into the image's home."""
-    folder = tmp_path_factory.mktemp("image")
     for line in instructions("COPY"):
         *sources, target = [word for word in shlex.split(line) if not word.startswith("--")]
         for source in sources:
-            place = folder / target / source if target.endswith("/") else folder / target
+            place = module_path / target / source if target.endswith("/") else module_path / target
             if (REPOSITORY / source).is_dir():
                 shutil.copytree(REPOSITORY / source, place, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(REPOSITORY / source, place)
-    return folder
+    return module_path
 
 
 def test_what_is_copied_installs_and_runs(home: Path) -> None:

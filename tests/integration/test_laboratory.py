@@ -26,10 +26,9 @@ OWN_GATE = Path(__file__).parents[2] / "configs/examples/own_gate.py"
 
 
 @pytest.fixture(scope="module")
-def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def run(tiny_model: Path, module_path: Path) -> RunDir:
     """Two steps of two passes x two mini-batches, so that ratios leave 1."""
-    folder = tmp_path_factory.mktemp("laboratory")
-    config = write_tiny_config(folder / "tiny.yaml", tiny_model, folder / "runs")
+    config = write_tiny_config(module_path / "tiny.yaml", tiny_model, module_path / "runs")
     sets = ["evaluation.enabled=false", "learner.passes=2", "learner.learning_rate=0.003"]
     return train(load_config(config, sets, {"method": "dapo"}), Console())
 

@@ -21,14 +21,13 @@ from grpo_lab.train import train
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+def runs(module_path: Path, tiny_model: Path) -> Path:
     """Two runs of two steps."""
-    folder = tmp_path_factory.mktemp("looking")
-    config = write_tiny_config(folder / "tiny.yaml", tiny_model, folder / "runs")
+    config = write_tiny_config(module_path / "tiny.yaml", tiny_model, module_path / "runs")
     for method in ("dapo", "sao"):
         sets = [f"run_name={method}", "learner.learning_rate=0.01"]
         assert train(load_config(config, sets, {"method": method}), Console("quiet"))
-    return folder
+    return module_path
 
 
 def said(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object, code: int = 0) -> str:

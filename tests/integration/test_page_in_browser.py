@@ -36,10 +36,11 @@ FRAME = """<!doctype html><meta name="color-scheme" content="light dark">
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> list[RunDir]:
+def runs(module_path: Path, demo_model: Path) -> list[RunDir]:
     """Two runs of other temperatures, one with completions that are hostile, unparsable and empty."""
-    folder = tmp_path_factory.mktemp("page")
-    config = write_tiny_config(folder / "tiny.yaml", write_tiny_model(folder / "model", demo_model), folder / "runs")
+    config = write_tiny_config(
+        module_path / "tiny.yaml", write_tiny_model(module_path / "model", demo_model), module_path / "runs"
+    )
     made = []
     for beta in (0.05, 0.5):
         sets = [f"run_name=beta{beta}", "total_rollouts=8"]

@@ -17,13 +17,12 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+def alone(module_path: Path, tiny_model: Path) -> Path:
     """Four steps of one process."""
-    folder = tmp_path_factory.mktemp("alone")
-    config = write_tiny_config(folder / "tiny.yaml", tiny_model, folder)
+    config = write_tiny_config(module_path / "tiny.yaml", tiny_model, module_path)
     command = [sys.executable, "-m", "grpo_lab", "train", "--config", str(config), "--method", "grpo"]
     subprocess.run([*command, "--set", "total_rollouts=32"], cwd=REPOSITORY, check=True, capture_output=True)
-    return folder / "run"
+    return module_path / "run"
 
 
 @pytest.mark.parametrize("shard", ["false", "true"])

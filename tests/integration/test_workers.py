@@ -61,9 +61,8 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[list[Server]]:
-    folder = tmp_path_factory.mktemp("servers")
-    config = write_tiny_config(folder / "worker.yaml", tiny_model, folder)
+def servers(module_path: Path, tiny_model: Path) -> Iterator[list[Server]]:
+    config = write_tiny_config(module_path / "worker.yaml", tiny_model, module_path)
     sets = ("--set", "rollout.engine=vllm", "--set", f"rollout.max_new_tokens={LONG}")
     cores = sorted(os.sched_getaffinity(0))
     hosts = {"127.0.0.1": cores[0], "127.0.0.2": cores[-1]}  # as two machines would
@@ -101,16 +100,15 @@ def sampled(run: Path) -> list[list[tuple[str, int, list[int]]]]:
 
 
 @pytest.fixture(scope="module")
-def in_process(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+def in_process(module_path: Path, tiny_model: Path) -> Path:
     """A run of four steps with the engine in the learner's process."""
-    folder = tmp_path_factory.mktemp("in_process")
-    config = write_tiny_config(folder / "tiny.yaml", tiny_model, folder)
+    config = write_tiny_config(module_path / "tiny.yaml", tiny_model, module_path)
     sets = ("rollout.engine=vllm", "total_rollouts=32", "evaluation.enabled=false")
     command = [sys.executable, "-m", "grpo_lab", "train", "--config", str(config), "--method", "grpo"]
     subprocess.run(
         [*command, *(word for text in sets for word in ("--set", text))], cwd=REPOSITORY, check=True, timeout=300
     )
-    return folder / "run"
+    return module_path / "run"
 
 
 def test_two_workers_train_as_one_engine_in_process(

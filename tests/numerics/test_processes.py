@@ -78,8 +78,8 @@ def run_rank(model: Path, output: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def two_processes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    output = str(tmp_path_factory.mktemp("ranks") / "result")
+def two_processes(tiny_model: Path, module_path: Path) -> str:
+    output = str(module_path / "result")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
     folders = f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": folders}

@@ -16,11 +16,10 @@ NAMES = ("learner", "trl", "memory", "growth", "startup", "evaluation", "simulat
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Iterator[dict[str, tuple[str, Any]]]:
+def results(module_path: Path, demo_model: Path) -> Iterator[dict[str, tuple[str, Any]]]:
     """What each script printed and wrote."""
-    folder = tmp_path_factory.mktemp("bench")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-    files = {name: folder / f"{name}.json" for name in NAMES}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(module_path)}
+    files = {name: module_path / f"{name}.json" for name in NAMES}
     calls = {name: ["--tiny", "--json", str(files[name])] for name in NAMES}
     several = "; ".join(f"{name}.main({calls[name]})" for name in ("learner", "growth", "evaluation", "simulate"))
     # one process, so that torch is imported once

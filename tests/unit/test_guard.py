@@ -171,6 +171,36 @@ def test_a_server_can_listen_at_its_socket_though_its_folder_has_a_long_name(tmp
     assert server.log.read_text() == "bound\n"
 
 
+@pytest.mark.parametrize("end", ["itself", "politely", "at once", "owner gone"])
+def test_temporary_files_of_a_server_go_with_it(log: Log, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """A Unix socket can be made among them, however long the name of the usual directory is."""
+    usual = log.path.parent / ("usual" + "-" * 60)
+    usual.mkdir()
+    monkeypatch.setenv("TMPDIR", str(usual))
+    program = (
+        "import os, socket, sys, tempfile; from uuid import uuid4; "
+        "socket.socket(socket.AF_UNIX).bind(f'{tempfile.gettempdir()}/{uuid4()}'); os.close(tempfile.mkstemp()[0]); "
+        "print(tempfile.gettempdir(), os.environ['TORCHINDUCTOR_CACHE_DIR'], flush=True)"
+    )
+    wait = "" if end == "itself" else "; import time; time.sleep(60)"
+    guarded = log.guarded(program + wait)
+    assert guarded.stdin
+    until(lambda: "\n" in log.path.read_text())
+    temporary, cache = map(Path, log.path.read_text().split())
+    assert cache.parent == usual and temporary != usual
+    if end != "itself":
+        assert len(list(temporary.iterdir())) == 2
+    if end == "politely":
+        guarded.terminate()
+    elif end == "at once":
+        guarded.stdin.write(b"k")
+        guarded.stdin.flush()
+    elif end == "owner gone":
+        guarded.stdin.close()
+    guarded.wait(20)
+    assert not temporary.exists() and list(usual.iterdir()) == []
+
+
 def test_the_end_of_a_command_is_noticed_though_its_children_live(log: Log) -> None:
     server = log.server(LEAVES)
     pids = log.pids()

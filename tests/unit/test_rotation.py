@@ -65,10 +65,10 @@ def test_disk_estimate_counts_what_is_kept(tiny_model: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tiny_model: Path, module_path: Path) -> Path:
     """One real checkpoint."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    return save_checkpoint(tmp_path_factory.mktemp("c"), make_learner(tiny_model), tokenizer, Progress(1, 8, 9)).folder
+    return save_checkpoint(module_path, make_learner(tiny_model), tokenizer, Progress(1, 8, 9)).folder
 
 
 def run_of(folder: Path, saved: Path, *rollouts: int, evaluated: bool = True) -> RunDir:
