@@ -69,17 +69,22 @@ def wrap(line: str, width: int) -> list[str]:
 
 def summary(every: Sequence[Seen]) -> str:
     """Counts, mean reward, lengths and versions of a batch, in one line."""
-    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in counts(every).items())
+    outcomes = ", ".join(f"{count} {what}" for what, count in counts(every).items() if count or what != "partial")
     lengths = [one.tokens for one in every]
     versions = sorted(
         {version for one in every for version in (one.weight_version, one.weight_version_end) if version is not None}
     )
     weights = f"{versions[0]}" if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
     return (
-        f"{len(every)} completions of {len({one.group for one in every})} problems: {outcomes}; mean reward "
+        f"{len(every)} completions of {_problems(every)}: {outcomes}; mean reward "
         f"{mean_reward(every):.3f}; {min(lengths)} to {max(lengths)} tokens, {sum(lengths) / len(lengths):.1f} on average; "
         f"weights {weights}"
     )
+
+
+def _problems(every: Sequence[Seen]) -> str:
+    count = len({one.group for one in every})
+    return f"{count} problem{'' if count == 1 else 's'}"
 
 
 def lines(every: Sequence[Seen], chosen: Sequence[Seen], decode: Decode, layout: Layout) -> list[str]:
@@ -87,12 +92,13 @@ def lines(every: Sequence[Seen], chosen: Sequence[Seen], decode: Decode, layout:
     said = []
     for number, group in groupby(chosen, key=lambda one: one.group):
         siblings = [one for one in every if one.group == number]
-        right = sum(one.outcome == "correct" for one in siblings)
+        right, graded = counts(siblings)["correct"], counts(siblings)["partial"] > 0
+        mean = f", mean reward {mean_reward(siblings):.3f}" if graded else ""
         first, *others = group
         prompt = decode(first.prompt_ids)
         said += [
             "",
-            f"problem {_quoted(first.problem)}, expected {_quoted(first.answer)}; {right} of {len(siblings)} correct",
+            f"problem {_quoted(first.problem)}, expected {_quoted(first.answer)}; {right} of {len(siblings)} correct{mean}",
         ]
         said += body(prompt, layout) if prompt is not None else [f"  | ({len(first.prompt_ids)} prompt tokens)"]
         for one in (first, *others):

@@ -102,7 +102,7 @@ def choose(every: Sequence[Seen], outcomes: Collection[str], problem: str | None
 
 
 def counts(every: Sequence[Seen]) -> dict[str, int]:
-    """How many completions of each outcome, the four in their order."""
+    """How many completions of each outcome, in their order."""
     found = Counter(one.outcome for one in every)
     return {outcome: found[outcome] for outcome in OUTCOMES}
 

@@ -161,8 +161,14 @@ def _begin(job: _Job, progress: Progress) -> ReferenceBank | None:
 
 def _evaluate(job: _Job, progress: Progress, bank: ReferenceBank) -> None:
     job.console.phase("evaluate", f"evaluating at {progress.rollouts:,} rollouts", is_news=True)
-    with job.stop.interrupts():
-        groups = bank.groups if progress.rollouts == 0 else sample(job.parts)  # at 0 the policy is the reference
+    try:
+        with job.stop.interrupts():
+            groups = bank.groups if progress.rollouts == 0 else sample(job.parts)  # at 0 the policy is the reference
+    except Interrupted:
+        job.console.say(
+            f"note       the evaluation at {progress.rollouts:,} rollouts was given up; the resumed run makes it"
+        )
+        raise
     evaluation = evaluate_run(job.parts, job.run, bank, groups, progress.rollouts)
     job.console.evaluation(evaluation)
     job.tracker.evaluated(evaluation.flat(), groups, progress.rollouts)

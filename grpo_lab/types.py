@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
-Outcome = Literal["correct", "wrong", "unparsable", "truncated"]
+Outcome = Literal["correct", "partial", "wrong", "unparsable", "truncated"]
 
 
 class Message(TypedDict):
@@ -36,7 +36,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Grade:
-    """What a reward function says of one completion: the reward, the answer it found, and the kind of outcome."""
+    """What a reward function says of one completion: the reward, the answer it found, and the kind of outcome.
+
+    "partial" is for graded rewards: more than nothing, less than all.
+    """
 
     reward: float
     outcome: Outcome

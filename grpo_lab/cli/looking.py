@@ -27,7 +27,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 def rollouts(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     step: Annotated[int | None, typer.Option(help="Default: the newest recorded step.")] = None,
-    right: Annotated[bool, typer.Option("--right", help="Only correct ones; these four can be combined.")] = False,
+    right: Annotated[bool, typer.Option("--right", help="Only correct ones; these five can be combined.")] = False,
+    partial: Annotated[bool, typer.Option("--partial", help="Only those with a reward between 0 and 1.")] = False,
     wrong: Annotated[bool, typer.Option("--wrong", help="Only wrong ones.")] = False,
     unparsable: Annotated[bool, typer.Option("--unparsable", help="Only those without an answer.")] = False,
     truncated: Annotated[bool, typer.Option("--truncated", help="Only those that met the length limit.")] = False,
@@ -43,7 +44,7 @@ def rollouts(
 
     opened = RunDir.open(run)
     number, every = reading.read_seen(opened, step)
-    flags = {"correct": right, "wrong": wrong, "unparsable": unparsable, "truncated": truncated}
+    flags = {"correct": right, "partial": partial, "wrong": wrong, "unparsable": unparsable, "truncated": truncated}
     asked = [outcome for outcome, chosen in flags.items() if chosen]
     chosen = reading.choose(every, asked, problem, num)
     decode = readable.decoder(opened.config, list(opened.checkpoint_folders().values()))
@@ -115,7 +116,12 @@ def compare(
     beta: Annotated[
         list[float] | None, typer.Option(help="Compare F at these; repeat for more. Default: the runs' own.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder for the figures.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Folder for the figures. Default: comparison/ in the one folder given, else here."
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead; figures with --output only.")
     ] = False,
@@ -131,7 +137,7 @@ def compare(
 
     found, left_out = arms([run for path in runs for run in runs_below(path)])
     made = compare_arms(found, beta or [], left_out)
-    folder = output or (None if as_json else Path("comparison"))
+    folder = output or (None if as_json else (runs[0] if len(runs) == 1 else Path()) / "comparison")
     drawn = draw_comparison(made, folder) if folder else []
     if as_json:
         typer.echo(json.dumps(to_json(made), indent=1))

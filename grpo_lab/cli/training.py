@@ -20,6 +20,7 @@ from grpo_lab.errors import ConfigError, RunError, UserError
 
 if TYPE_CHECKING:
     from grpo_lab.console import Style
+    from grpo_lab.planning.roles import Launch
     from grpo_lab.run_dir import RunDir
 
 
@@ -52,6 +53,9 @@ def train(
         bool,
         typer.Option("--probe", help="With --dry-run: load everything and estimate the time from some seconds of it."),
     ] = False,
+    gpu_memory: Annotated[
+        int | None, typer.Option(min=1, help="With --dry-run: plan for GPUs of this many GiB, not for this machine.")
+    ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Learner processes on this machine, one GPU each.")] = 1,
     nodes: Annotated[
         int, typer.Option(min=1, help="Machines with learner processes; the same command runs on each.")
@@ -71,6 +75,10 @@ def train(
         raise ConfigError("--quiet leaves out what --dry-run is for: leave out one of them")
     if probe and (not dry_run or processes * nodes > 1):
         raise ConfigError("--probe works with --dry-run only, and with one process")
+    if gpu_memory and (not dry_run or probe):
+        raise ConfigError(
+            f"--gpu-memory {gpu_memory} plans for another machine: give it with --dry-run, without --probe"
+        )
     if resume and name:
         raise ConfigError(f"--resume {resume} --name {name}: a resumed run keeps its name; leave out one of them")
     from grpo_lab.run_dir import RunDir
@@ -78,11 +86,13 @@ def train(
     if dry_run:
         quiet_libraries()
         from grpo_lab.planning.origins import origins
+        from grpo_lab.planning.roles import Launch
 
         if not resume:
             RunDir.refuse_existing(loaded)
         source = config or (RunDir.open(resume).path / "config.yaml" if resume else None)
-        _show_plan(loaded, origins(source, set_ or [], flags), processes, nodes, probe)
+        plan = Launch(tuple(sys.argv[1:]), processes, nodes, gpu_memory)
+        _show_plan(loaded, origins(source, set_ or [], flags), plan, probe)
         return
     if processes * nodes > 1 and "WORLD_SIZE" not in os.environ:
         from grpo_lab.assemble import check
@@ -120,18 +130,17 @@ def _run(config: Config, style: Style, resume: RunDir | None) -> None:
             console.close()
 
 
-def _show_plan(config: Config, given: Mapping[str, str], processes: int, nodes: int, probe: bool) -> None:
+def _show_plan(config: Config, given: Mapping[str, str], launch: Launch, probe: bool) -> None:
     """What `train --dry-run` prints."""
     from grpo_lab.assemble import check, check_data
     from grpo_lab.console import Console
     from grpo_lab.planning.plan import print_plan
-    from grpo_lab.planning.roles import Launch
     from grpo_lab.tracking import check_trackers
 
     check_trackers(config)
-    objective = check(config, processes * nodes)
+    objective = check(config, launch.learners)
     check_data(config)
-    print_plan(Console(), config, objective, given, Launch(tuple(sys.argv[1:]), processes, nodes))
+    print_plan(Console(), config, objective, given, launch)
     if probe:
         from grpo_lab.planning.probe import probe as run_probe
 

@@ -40,7 +40,7 @@ _FOREIGN = {
     "rollout.temperature": "temp",
     "rollout.gpu_memory_utilization": "vllm_gpu_memory_utilization",
     "rollout.max_staleness": "staleness max_async_level async_level off_policy_steps",
-    "objective": "loss algorithm_args",
+    "objective": "loss algorithm algorithm_args",
     "objective.gate_options": "clip_eps clip epsilon eps cliprange clip_range clip_ratio clip_low clip_high epsilon_high "
     "clip_ratio_low clip_ratio_high clip_eps_low clip_eps_high epsilon_low",
     "objective.level": "importance_sampling_level",
@@ -70,7 +70,6 @@ _FOREIGN = {
     "tracking.wandb": "report_to logger",
     "tracking.wandb_project": "project project_name",
 }
-_OURS = {foreign: ours for ours, names in _FOREIGN.items() for foreign in names.split()}
 _MOST = 3  # suggestions
 
 
@@ -103,7 +102,7 @@ def unknown_key(given: str, beside: Sequence[str]) -> ConfigError:
     `beside` are the keys of the section it stands in.
     """
     leaf, every = given.rpartition(".")[2].lower(), list(fields())
-    meant = [_OURS[leaf]] if leaf in _OURS else []
+    meant = [ours for ours, names in _FOREIGN.items() if leaf in names.split()]
     meant += [key for key in every if key != given and key.rpartition(".")[2] == leaf]
     for keys, cutoff in ((beside, 0.6), (every, 0.75)):
         leaves = {key.rpartition(".")[2]: key for key in reversed(keys)}

@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from grpo_lab.drawing import GREY, PALETTE, legend_below, save
+from grpo_lab.evaluation.columns import aligned
 from grpo_lab.evaluation.figures import THOUSANDS
 from grpo_lab.evaluation.kept import read_evaluations
 from grpo_lab.run_dir import RunDir
@@ -63,10 +64,8 @@ def cells(item: Compared) -> list[str]:
 
 
 def table(items: Sequence[Compared]) -> list[str]:
-    """One line a run. KL is Rao-Blackwell; wasted KL and wrong tilt add up to the gap, in units of F."""
-    lines = [list(HEAD), *(cells(item) for item in items)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
-    return ["  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    """One line a run. KL is Rao-Blackwell; wasted KL and wrong tilt, of binary rewards, add up to the gap, in units of F."""
+    return aligned([HEAD, *(cells(item) for item in items)])
 
 
 def draw(items: Sequence[Compared], stem: Path) -> list[Path]:

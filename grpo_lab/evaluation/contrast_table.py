@@ -11,6 +11,7 @@ from grpo_lab.config.file import PLACE, changes
 from grpo_lab.errors import ConfigError
 from grpo_lab.evaluation import contrast
 from grpo_lab.evaluation.arms import Arm, between
+from grpo_lab.evaluation.columns import aligned
 from grpo_lab.evaluation.contrast import Contrast, Moment
 from grpo_lab.evaluation.kept import Point
 from grpo_lab.evaluation.pairing import DRAWS
@@ -38,6 +39,11 @@ def compare(arms: Sequence[Arm], betas: Sequence[float], notes: Sequence[str]) -
     moment, levels = contrast.common_moment(arms), contrast.levels(arms)
     every = contrast.quantities(chosen, levels[-1] if levels else None)
     found, more = contrast.contrasts(arms, moment, every)
+    if hidden := [f"{beta:g}" for beta in chosen if any(arm.at(moment[arm.name]).floor(beta) is None for arm in arms)]:
+        more = [
+            *more,
+            f"no floor F* at beta {', '.join(hidden)} for runs trained at another: it is kept for rewards of 0 and 1 only",
+        ]
     if not contrast.is_equal(moment):
         more = [
             "no evaluation after the start is common to all: each one's last is compared, at unequal rollouts",
@@ -71,14 +77,14 @@ def lines(made: Comparison) -> list[str]:
     ]
     for beta in made.betas:
         when = "the last evaluation of all" if contrast.is_equal(made.moment) else "each one's last evaluation"
-        said += ["", f"F at beta {beta:g}, {when}", *_table(_rows(made.arms, made.moment, beta))]
+        said += ["", f"F at beta {beta:g}, {when}", *aligned(_rows(made.arms, made.moment, beta))]
     last = contrast.last_moment(made.arms)
     if dict(last) != dict(made.moment):
-        said += ["", "each one's last evaluation, F at its own beta", *_table(_rows(made.arms, last, None))]
+        said += ["", "each one's last evaluation, F at its own beta", *aligned(_rows(made.arms, last, None))]
     if any(len(arm.runs) > 1 for arm in made.arms):
         said.append("in brackets: the standard error over seeds")
     if made.levels:
-        said += ["", "E[r] where the KL first reaches (nats, Rao-Blackwell)", *_table(_level_rows(made))]
+        said += ["", "E[r] where the KL first reaches (nats, Rao-Blackwell)", *aligned(_level_rows(made))]
     if made.contrasts:
         said += ["", *_tests(made.contrasts)]
     return [*said, *(["", *(f"note       {note}" for note in made.notes)] if made.notes else [])]
@@ -139,13 +145,7 @@ def _tests(found: Sequence[Contrast]) -> list[str]:
         f"exact over all signs or over {DRAWS:,} drawn ones" + (f"; Holm over {pairs} pairs" if pairs > 1 else ""),
         "they hold for these trained policies on new problems; another seed trains another policy: see the errors over seeds",
     ]
-    return said + _table(rows)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    kept = [i for i in range(len(rows[0])) if i == 0 or any(row[i] for row in rows[1:])]
-    widths = {i: max(len(row[i]) for row in rows) for i in kept}
-    return ["  ".join(f"{row[i]:{widths[i]}}" for i in kept).rstrip() for row in rows]
+    return said + aligned(rows)
 
 
 def _shown(estimate: Estimate, seeds_se: float, sign: str = "") -> str:

@@ -19,6 +19,7 @@ from grpo_lab.config import Config
 from grpo_lab.config.file import PLACE
 from grpo_lab.console import describe_config
 from grpo_lab.evaluation import comparison
+from grpo_lab.evaluation.columns import without_empty
 from grpo_lab.evaluation.figures import draw_curves, draw_training
 from grpo_lab.evaluation.kept import read_evaluations
 from grpo_lab.evaluation.samples import Sample, choose_samples
@@ -96,6 +97,7 @@ def _run(run: RunDir, config: Mapping[str, str], differing: Sequence[str]) -> di
         "tiles": _tiles(rows[-1]) if rows else [],
         "evaluations": [evaluation_cells(row) for row in rows],
         "evaluation_head": EVALUATION_HEAD,
+        "is_graded": bool(rows) and not all(row["gap_split"] for row in rows),
         "metrics": values,
         "looks": _looks(values),
         "figures": figures,
@@ -158,10 +160,10 @@ def _overview(runs: Sequence[RunDir]) -> dict[str, Any] | None:
     items = comparison.compared(runs)
     if len(items) < 2:
         return None
-    rows = [[_minus(cell) for cell in comparison.cells(item)] for item in items]
+    head, *rows = without_empty([comparison.HEAD, *map(comparison.cells, items)])
     figures = _drawn(lambda folder: comparison.draw(items, folder / "comparison"))
-    head = [_minus(cell) for cell in comparison.HEAD]
-    return {"head": head, "rows": list(zip(places, rows, strict=True)), "figures": figures}
+    plain = [[_minus(cell) for cell in row] for row in rows]
+    return {"head": map(_minus, head), "rows": list(zip(places, plain, strict=True)), "figures": figures}
 
 
 def _drawn(draw: Callable[[Path], Sequence[Path]]) -> list[dict[str, str]]:

@@ -102,6 +102,8 @@ def evaluation_lines(e: Evaluation) -> list[str]:
             f"           = wasted KL {e.gap_split.wasted:.4f} + wrong tilt {e.gap_split.tilt:.4f}, the gap at rates "
             "smoothed to (k + 1/2) / (K + 1), by the Rao-Blackwell KL"
         )
+    else:
+        lines.append("           not split into wasted KL and wrong tilt, which are defined for rewards of 0 and 1")
     if e.identity:
         lines.append(
             f"identity   beta l = {e.identity.slope:.3f} r + const within problems (1 at the Gibbs policy), "

@@ -86,8 +86,10 @@ class SamplerMemory:
         return self.weights + self.cache
 
 
-def this_machine() -> Machine:
-    """The first visible GPU, else the memory of the machine or of the container."""
+def planned_machine(gpu_memory: int | None) -> Machine:
+    """A GPU of so many GiB where they are given, else the first visible one, else the memory of the machine or container."""
+    if gpu_memory:
+        return Machine("GPU", gpu_memory * GIB)
     if torch.cuda.is_available():
         return Machine("GPU", int(torch.cuda.get_device_properties(0).total_memory))
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -10,7 +10,7 @@ from grpo_lab.console import Console, describe_config
 from grpo_lab.environment.limits import cores_fact, space
 from grpo_lab.errors import ConfigError
 from grpo_lab.objective.axes import Objective
-from grpo_lab.planning.memory import full_length, learner_memory, running_at_once, shares_prompt, this_machine
+from grpo_lab.planning.memory import full_length, learner_memory, planned_machine, running_at_once, shares_prompt
 from grpo_lab.planning.memory_lines import gib, memory_lines
 from grpo_lab.planning.model_shape import ModelShape, model_shape
 from grpo_lab.planning.origins import annotated_yaml
@@ -31,7 +31,7 @@ def print_plan(
         console.say(line)
     for line in batch_lines(config, objective, shape, launch.learners):
         console.say(line)
-    for line in memory_lines(config, shape, this_machine(), launch):
+    for line in memory_lines(config, shape, planned_machine(launch.gpu_memory), launch):
         console.say(line)
     for fact in cores_fact(config):
         console.say(f"{'cores' if fact.state == 'pass' else 'warning':10} {fact.text}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +21,15 @@ from grpo_lab.rollout.vllm_options import command_line, in_process_options
 
 @dataclass(frozen=True)
 class Launch:
-    """How the run is started: the words after `grpo-lab`, and the learner's processes on each of `nodes` machines."""
+    """How the run is started: the words after `grpo-lab`, and the learner's processes on each of `nodes` machines.
+
+    `gpu_memory` is what each of their GPUs has, in GiB, where it is not this machine that the run is planned for.
+    """
 
     arguments: tuple[str, ...]
     processes: int = 1
     nodes: int = 1
+    gpu_memory: int | None = None
 
     @property
     def learners(self) -> int:
@@ -37,7 +42,7 @@ def role_lines(config: Config, launch: Launch) -> list[str]:
 
     ConfigError when the workers need more GPUs than are visible.
     """
-    words = [word for word in launch.arguments if word not in ("--dry-run", "--probe")]
+    words = _without_planning(launch.arguments)
     lines = [f"command    {shlex.join(['grpo-lab', *words])}"]
     if launch.learners > 1:
         rank = shlex.join([sys.executable, "-m", "grpo_lab", *words])
@@ -48,9 +53,18 @@ def role_lines(config: Config, launch: Launch) -> list[str]:
     if config.rollout.has_workers:
         return lines + _worker_lines(spec, launch.processes)
     if config.rollout.engine_name == "vllm":
-        options = in_process_options(spec, torch.cuda.is_available())
+        options = in_process_options(spec, launch.gpu_memory is not None or torch.cuda.is_available())
         lines.append(f"engine     vLLM in the learner's process with {shlex.join(command_line(options))}")
     return lines
+
+
+def _without_planning(words: Sequence[str]) -> list[str]:
+    """The words that train, without those that ask for a plan only."""
+    plain = [word for word in words if word not in ("--dry-run", "--probe") and not word.startswith("--gpu-memory=")]
+    if "--gpu-memory" in plain:
+        place = plain.index("--gpu-memory")
+        del plain[place : place + 2]
+    return plain
 
 
 def _learner_share(launch: Launch) -> str:

@@ -26,9 +26,9 @@ RewardFunction = Callable[[Problem, str], float]
 class JsonlOptions(Options):
     """`data.options` of this task.
 
-    `reward` = "package.module:function", f(problem, text) -> float, replaces `grading`; a reward of 1 or more counts as
-    "correct". Completions that hit the length limit get `truncated_reward` instead: give the lowest of your range. A reward
-    above `largest_reward` is refused, since the floor is computed for rewards up to it.
+    `reward` = "package.module:function", f(problem, text) -> float, replaces `grading`; a reward of 1 or more is "correct",
+    one between 0 and 1 "partial". Completions that hit the length limit get `truncated_reward` instead: give the lowest of
+    your range. A reward above `largest_reward` is refused, since the floor is computed for rewards up to it.
     """
 
     grading: Literal["strict", "flexible", "exact"] = "strict"
@@ -80,7 +80,7 @@ class Task:
                 f"reward {self._options.reward!r} gave {value:g} for problem {problem.id!r}, more than "
                 f"data.options.largest_reward={self.largest_reward:g}: set that to the most it can pay"
             )
-        return Grade(value, "correct" if value >= 1 else "wrong")
+        return Grade(value, "correct" if value >= 1 else "partial" if value > 0 else "wrong")
 
     @classmethod
     def example(cls, folder: Path) -> DataConfig:

@@ -144,6 +144,8 @@ def stopped(nursery: Nursery, undisturbed: Ended, phase: Phase, number: signal.S
 def test_a_signal_saves_what_is_done(nursery: Nursery, undisturbed: Ended, name: str) -> None:
     ended = stopped(nursery, undisturbed, PHASES[name], CHOSEN[name])
     assert (ended.run / "figures").exists() == (name not in ("bank",))
+    given_up = "the evaluation at 16 rollouts was given up; the resumed run makes it"
+    assert (given_up in ended.said) == (name in ("checkpoint", "sampling for an evaluation"))
 
 
 @pytest.mark.slow

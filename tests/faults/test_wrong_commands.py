@@ -285,6 +285,8 @@ COMMANDS = [  # a command line, what its line must contain, and the exit code
     ("train --recipe cake -c tiny.yaml", "'free_energy' or 'paper'", 2),
     ("train --processes 0", "'0': Input should be greater than or equal to 1", 2),
     ("train --probe -c tiny.yaml", "--dry-run", 2),
+    ("train --gpu-memory 80 -c tiny.yaml", "--dry-run", 2),
+    ("train --dry-run --gpu-memory 0 -c tiny.yaml", "--gpu-memory", 2),
     ("train --dry-run --quiet -c tiny.yaml", "--quiet", 2),
     ("train --dry-run --json -c tiny.yaml", "--json", 2),
     ("train --nodes 2 -c tiny.yaml", "--rendezvous", 2),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def recorded(folder: Path, overrides: tuple[str, ...] = (), steps: tuple[int, ..
 def test_records_come_back_as_they_were(tmp_path: Path) -> None:
     run = recorded(tmp_path / "run")
     step, every = read_seen(run, None)
-    assert step == 4 and len(every) == 12 and counts(every) == dict.fromkeys(OUTCOMES, 3)
+    assert step == 4 and len(every) == 12 and counts(every) == {**dict.fromkeys(OUTCOMES, 3), "partial": 0}
     third = every[5]
     assert (third.group, third.problem, third.sibling, third.outcome, third.advantage) == (1, "p1", 1, "wrong", 2.5)
     assert (third.tokens, third.weight_version, third.weight_version_end, third.prompt_ids) == (2, 3, 4, (1, 2, 3))
@@ -131,13 +132,22 @@ def test_every_fact_is_said() -> None:
     assert "[2] unparsable, reward 0, no answer found, 3 tokens" in text
 
 
+def test_graded_rewards_are_counted_apart() -> None:
+    (one,) = [group("p0", {})]
+    half = replace(one, grades=(Grade(0.5, "partial"), *one.grades[1:]))
+    every = of_groups([half])
+    assert summary(every).startswith("4 completions of 1 problem: 0 correct, 1 partial, 1 wrong,")
+    text = "\n".join(lines(every, choose(every, ("partial",), None, 5), lambda ids: None, Layout(80)))
+    assert "0 of 4 correct, mean reward 0.125" in text and "[0] partial, reward 0.5" in text and "[1]" not in text
+
+
 def test_json_is_plain_and_whole() -> None:
     every = of_groups([group("p0", {"correct": "\x1b" * 10_000})])
     chosen = choose(every, ("correct",), None, 5)
     text = json.dumps(to_json(every, chosen, ["prompt"]))
     assert "\x1b" not in text
     found = json.loads(text)
-    assert found["outcomes"] == dict.fromkeys(OUTCOMES, 1) and found["mean_reward"] == 0.25
+    assert found["outcomes"] == {**dict.fromkeys(OUTCOMES, 1), "partial": 0} and found["mean_reward"] == 0.25
     assert found["shown"][0]["text"] == "\x1b" * 10_000 and found["shown"][0]["prompt"] == "prompt"
 
 

@@ -1,6 +1,7 @@
 """What a dry run says: every value's origin, the counts of the batches, the commands; against what the code does."""
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -152,6 +153,17 @@ def test_commands_of_every_role(tiny_model: Path, monkeypatch: pytest.MonkeyPatc
     assert words[words.index("--model") + 1] == str(tiny_model) and words[words.index("--max-model-len") + 1] == "1024"
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in words and "--enable-lora" in words
     assert "http://a:1" in attached and "secret" not in worker + learner
+
+
+def test_a_plan_for_other_gpus(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config(None, [f"model.name={tiny_model}"])
+    words = ("train", "--dry-run", "--gpu-memory", "80", "--seed", "3", "--gpu-memory=80")
+    print_plan(Console(), config, resolve(config), origins(None, [], {}), Launch(words, gpu_memory=80))
+    said = capsys.readouterr().out
+    assert re.search(r"^memory     learner GPU: .* GiB of 80\.0$", said, re.MULTILINE)
+    assert re.search(r"^memory     vLLM GPU: .* = 32\.0 GiB of 80\.0$", said, re.MULTILINE)
+    assert "--gpu-memory-utilization 0.4" in said and "RAM" not in said
+    assert "\ncommand    grpo-lab train --seed 3\n" in said
 
 
 def test_what_workers_share_is_said_once(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:

@@ -242,8 +242,10 @@ def test_a_reward_function_of_the_user_replaces_grading(tmp_path: Path, monkeypa
     file = _write(tmp_path, rows)
     task = _load("jsonl", file, reward="user_rewards_for_test:by_length", truncated_reward=-1)
     problem = task.train[0]
-    graded = [task.grade(problem, text, False) for text in ("", "12", "123456789")]
-    assert [(g.reward, g.outcome) for g in graded] == [(-1.0, "wrong"), (-0.5, "wrong"), (1.0, "correct")]
+    graded = [task.grade(problem, text, False) for text in ("", "12", "12345", "123456789")]
+    assert [(g.reward, g.outcome) for g in graded] == [
+        (-1.0, "wrong"), (-0.5, "wrong"), (0.25, "partial"), (1.0, "correct")
+    ]  # fmt: skip
     assert task.grade(problem, "123456789", True).reward == -1.0
     with pytest.raises(RunError, match=r"'much' for problem 'row-\d'; return a finite number"):
         _load("jsonl", file, reward="user_rewards_for_test:broken").grade(problem, "", False)
