@@ -47,7 +47,7 @@ def slurm(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="The script. Default: NAME.sbatch.")] = None,
     submit: Annotated[bool, typer.Option("--submit", help="Also hand it to sbatch.")] = False,
 ) -> None:
-    """Write one sbatch script: rollout nodes serve, learner nodes train; it saves, requeues and resumes by itself."""
+    """Write a Slurm script. Rollout nodes serve, learner nodes train; it saves, requeues and resumes by itself."""
     check_file("--output", output)
     base = load_config(config, set_ or [])
     grid: dict[str, list[Any]] = {

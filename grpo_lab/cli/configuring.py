@@ -26,7 +26,7 @@ def show(
     seed: Annotated[int | None, typer.Option(help="As for train.")] = None,
     set_: Overrides = None,
 ) -> None:
-    """Every setting with where it comes from, as YAML that --config takes."""
+    """Every setting with where it comes from. YAML that --config takes."""
     from grpo_lab.objective.axes import resolve
     from grpo_lab.planning.origins import annotated_yaml, origins
 
@@ -53,7 +53,7 @@ def diff(
         bool, typer.Option("--resume-relevant", help="Mark the keys that a resumed run may not change.")
     ] = False,
 ) -> None:
-    """The keys that differ, `key: a -> b`; what a file leaves out has its default."""
+    """The keys that differ, `key: a -> b`. What a file leaves out has its default."""
     found = changes(_read(first), _read(second)) if second else changes(Config(), _read(first))
     for change in found:
         mark = ("!  " if change.is_trajectory else "   ") if resume_relevant else ""
@@ -72,7 +72,7 @@ def explain(
         typer.Argument(help="A key or a section; without it all are listed.", autocompletion=completion.keys),
     ] = None,
 ) -> None:
-    """What a key means, what may be written there, its default, what methods set it to, whether a resumed run may change it."""
+    """What a key means and what may be written there. Its default, what methods set it to, and whether a run may change it."""
     from grpo_lab.config.explain import explain as lines
 
     for line in lines(key):

@@ -26,7 +26,7 @@ def eval_checkpoint(
     set_: Overrides = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write every number to this file.")] = None,
 ) -> None:
-    """E[r], KL, F with standard errors, the floor bracket and the gap of one checkpoint."""
+    """E[r], KL, F, floor and gap of one checkpoint. Each with its standard error."""
     from grpo_lab.console import Console
     from grpo_lab.run_dir import RunDir
 
@@ -71,7 +71,7 @@ def eval_floor(
         "floor"
     ),
 ) -> None:
-    """The Gibbs floor of the reference alone: candidates under every weighting, beside the consistent estimator."""
+    """The Gibbs floor of the reference alone. Candidates under every weighting, beside the consistent estimator."""
     from grpo_lab.console import Console
 
     betas = tuple(beta or (0.01, 0.02, 0.05, 0.1, 0.2))

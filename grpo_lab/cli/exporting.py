@@ -19,7 +19,7 @@ def export(
         bool, typer.Option("--merge", help="Write a LoRA as a whole model instead of an adapter.")
     ] = False,
 ) -> None:
-    """Write a checkpoint as a model folder for transformers, vLLM and lm-eval, with a model card."""
+    """Write a checkpoint as a model folder. For transformers, vLLM and lm-eval, with a model card."""
     quiet_libraries()
     from grpo_lab.console import Console
     from grpo_lab.export import export_checkpoint

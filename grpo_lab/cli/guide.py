@@ -24,7 +24,7 @@ _PLUGIN_FOLDERS = {
 
 
 def list_names() -> None:
-    """The methods and every gate, task and engine that can be named in a config."""
+    """Methods, gates, tasks and engines that a config can name."""
     from grpo_lab.methods import METHODS, gate_in_words
     from grpo_lab.plugins import names
 
@@ -45,7 +45,7 @@ def metrics(
         Path | None, typer.Option(help="Show this run's newest values, and which of them need a look.")
     ] = None,
 ) -> None:
-    """What each metric means, what is healthy, and what to do when it is not."""
+    """What each metric means and when it is healthy. Also what to do when it is not."""
     names = find(name) if name else list(GUIDE)
     if run is not None:
         lines = _of_run(run, names)

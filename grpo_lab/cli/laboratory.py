@@ -16,7 +16,7 @@ from grpo_lab.errors import ConfigError, unknown_name
 from grpo_lab.storage.scratch import write_whole
 
 lab = typer.Typer(
-    no_args_is_help=True, help="Objectives held against the exact answer, on a model small enough to enumerate."
+    no_args_is_help=True, help="Objectives held against exact answers. On a model small enough to enumerate."
 )
 plot = typer.Typer(no_args_is_help=True, help="Figures of gates and of what a run's tokens did to them.")
 
@@ -50,7 +50,7 @@ def equilibrium(
     output: Output = Path("figures"),
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write every number to this file.")] = None,
 ) -> None:
-    """Where each objective leads on an enumerated model: F - F*, reward, KL and the temperature it really has."""
+    """Where each objective leads on an enumerated model. F - F*, reward, KL and the temperature it really has."""
     from grpo_lab.console import Console
     from grpo_lab.lab import survey
 
@@ -87,7 +87,7 @@ def gates(
     step: Annotated[int | None, typer.Option(help="Only this step of the run. Default: its newest 16.")] = None,
     output: Output = Path("figures"),
 ) -> None:
-    """What each gate lets through, and the signal that is left, on the plane of log-ratio and advantage."""
+    """What each gate lets through. On the plane of log-ratio and advantage, with the signal that is left."""
     from grpo_lab.console import Console
     from grpo_lab.lab import gate_plane
 
@@ -122,7 +122,7 @@ def replay(
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write every number to this file.")] = None,
 ) -> None:
-    """A run's saved rollouts through other objectives: loss, gradient, agreement, gate."""
+    """Put a run's rollouts through other objectives. Shows loss, gradient, agreement and gate."""
     from grpo_lab.console import Console
     from grpo_lab.lab import replay as replaying
     from grpo_lab.lab.recorded import read_step

@@ -38,7 +38,7 @@ def rollouts(
     full: Full = False,
     as_json: Json = False,
 ) -> None:
-    """Show recorded completions with their problems, grades and advantages."""
+    """Show a run's completions, grades and advantages."""
     from grpo_lab import readable, reading
     from grpo_lab.run_dir import RunDir
 
@@ -70,7 +70,7 @@ def rollout(
     full: Full = False,
     as_json: Json = False,
 ) -> None:
-    """Sample and score a few completions of the config's model, without training: is the task graded as it should be?"""
+    """Sample and score a few completions, without training. Is the task graded as it should be?"""
     loaded = load_config(config, set_ or [], {"seed": seed})
     if output is not None and (output.suffix != ".parquet" or output.exists()):
         reason = "exists" if output.exists() else "is no .parquet file"
@@ -126,7 +126,7 @@ def compare(
         bool, typer.Option("--json", help="Print one JSON object instead; figures with --output only.")
     ] = False,
 ) -> None:
-    """Compare runs at equal rollouts and at equal KL, paired by problem; runs that differ in the seed alone are averaged."""
+    """Compare runs, paired by problem. At equal rollouts and at equal KL; those that differ in the seed alone are averaged."""
     if beta and min(beta) <= 0:
         raise ConfigError(f"--beta {min(beta):g}: a temperature is greater than 0")
     from grpo_lab.console import Console

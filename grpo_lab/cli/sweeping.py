@@ -30,7 +30,7 @@ def sweep(
     set_: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs and what would happen to each.")] = False,
 ) -> None:
-    """Every combination, one run after the other: finished ones are skipped, broken ones continued; a table at the end."""
+    """Train every combination of methods and betas. Finished runs are skipped, broken ones continued; a table at the end."""
     from grpo_lab.assemble import check
     from grpo_lab.config.file import load_config
     from grpo_lab.console import Console
@@ -72,7 +72,7 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """One self-contained HTML page: figures, tables, configs, warnings and sample completions of the runs."""
+    """Write one HTML page about runs. It holds figures, tables, configs, warnings and completions, and needs no network."""
     from grpo_lab.console import Console
     from grpo_lab.evaluation.page import write_page
 

@@ -66,7 +66,7 @@ def train(
         bool, typer.Option("--json", help="Print one JSON object an event and nothing else.")
     ] = False,
 ) -> None:
-    """Train a policy, save checkpoints, evaluate each one's free energy, draw the figures."""
+    """Train a policy, with checkpoints and their free energies. Draws the figures at the end."""
     flags = {"method": method, "beta": beta, "recipe": recipe, "seed": seed, "run_name": name}
     loaded = _config_of_run(resume, config, set_, flags) if resume else load_config(config, set_ or [], flags)
     if json_lines and (quiet or dry_run):

@@ -20,7 +20,7 @@ def verify_resume(
     steps: Annotated[int, typer.Option(min=2, help="Length of the two runs; each step saves a checkpoint.")] = 4,
     set_: Overrides = None,
 ) -> None:
-    """Run a few steps twice, once killed with SIGKILL and resumed again and again, and compare every byte that counts."""
+    """Try whether a killed run resumes exactly. A few steps twice, once killed and resumed again and again."""
     overrides = set_ or []
     flags = {"method": method, "beta": beta, "recipe": recipe, "seed": seed}
     loaded = load_config(config, overrides, flags)

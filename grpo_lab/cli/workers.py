@@ -28,7 +28,7 @@ def worker(
     ] = None,
     set_: Overrides = None,
 ) -> None:
-    """Serve rollouts to trainings that name these addresses in rollout.urls; runs until it is stopped."""
+    """Serve rollouts to trainings on other machines. They name these addresses in rollout.urls; it runs until it is stopped."""
     if port + count - 1 > 65535:
         raise ConfigError(
             f"--port {port} --count {count}: ports end at 65535; choose a lower first one, or 0 for free ones"
@@ -52,7 +52,7 @@ def doctor(
     ] = False,
     audit_only: Annotated[bool, typer.Option("--audit-only", hidden=True)] = False,  # of the processes for each dtype
 ) -> None:
-    """Look at this machine, then try the rollout chain on it: engine, seeds, repeat, log-probs, weight pushes."""
+    """Look at this machine and try the rollout chain on it. That is engine, seeds, repetition, log-probs and weight pushes."""
     names = dtype or ["float32", "bfloat16"]
     loaded = [load_config(config, [*(set_ or []), f"model.dtype={name}"]) for name in names]
     quiet_libraries()

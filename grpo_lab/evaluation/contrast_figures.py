@@ -74,8 +74,8 @@ def _frontier(made: Comparison) -> Figure:
         label = "Gibbs policies of all β (from the bank)"
         axes.plot(kl[shown], reward[shown], color=GREY, lw=1.6, ls="--", label=label)
     for index, arm in enumerate(made.arms):
-        x = [point.kl.mean for point in arm.path]
-        _curve(axes, x, [point.reward for point in arm.path], _look(index), _labels(made.arms)[arm.name])
+        _path(axes, [point.kl for point in arm.path], [point.reward for point in arm.path], index)
+        axes.plot([], [], label=_labels(made.arms)[arm.name], lw=1.6, ms=5, **_look(index))
     for number, level in enumerate(made.levels):
         axes.axvline(level, color=GREY, lw=0.6, ls=":", zorder=0, label="" if number else "where rewards are compared")
     axes.set(xlabel="KL to the reference (nats per sequence, Rao–Blackwell)", ylabel="reward E[r]")
@@ -106,6 +106,13 @@ def _curve(axes: Any, x: Sequence[float], estimates: Sequence[Estimate], look: d
     mean, error = (np.array([getattr(estimate, key) for estimate in estimates]) for key in ("mean", "se"))
     axes.plot(x, mean, label=label, lw=1.6, ms=5, **look)
     axes.fill_between(x, mean - error, mean + error, color=look["color"], alpha=0.15, lw=0)
+
+
+def _path(axes: Any, across: Sequence[Estimate], up: Sequence[Estimate], index: int) -> None:
+    """A line through the means, which may turn back, with the errors of both where they are known."""
+    (x, x_error), (y, y_error) = (np.array([(one.mean, one.se) for one in each]).T for each in (across, up))
+    errors = {"xerr": np.nan_to_num(x_error), "yerr": np.nan_to_num(y_error)}
+    axes.errorbar(x, y, **errors, lw=1.6, ms=5, elinewidth=0.9, capsize=0, **_look(index))
 
 
 def _look(index: int) -> dict[str, Any]:

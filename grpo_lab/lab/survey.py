@@ -20,6 +20,7 @@ from grpo_lab.objective.axes import Objective, resolve
 from grpo_lab.objective.gates import PACKAGE, build_gate
 
 BETAS = (0.1, 0.25, 0.5, 1.0)
+_ROUNDING = 1e-14  # a gap below it is 0, by float64 sums over the enumerated texts
 _TOKEN_LOCAL, _ZSCORE = {"kl": "loss_k3_is"}, {"advantage": "zscore"}
 AXES: Mapping[str, Mapping[str, str]] = {
     "leave-one-out, KL in the reward": {},
@@ -144,8 +145,10 @@ def draw(rows: Sequence[Row], stem: Path) -> list[Path]:
     gaps, plane = figure.subplots(1, 2)
     for index, (label, mine) in enumerate(_curves(rows).items()):
         look = {"color": PALETTE[index % len(PALETTE)], "marker": "osD^vPX*"[index % 8], "ms": 6}
-        gaps.plot([r.beta for r in mine], [max(r.exact.gap, 1e-17) for r in mine], label=label, lw=1.3, **look)
+        gaps.plot([r.beta for r in mine], [max(r.exact.gap, _ROUNDING / 10) for r in mine], label=label, lw=1.3, **look)
         plane.plot([r.exact.kl for r in mine], [r.exact.reward for r in mine], ls="", **look)
+    if any(row.exact.gap < _ROUNDING for row in rows):  # a logarithmic axis has no 0
+        gaps.axhspan(_ROUNDING / 20, _ROUNDING, facecolor=GREY, alpha=0.18, lw=0, label="0 up to rounding")
     gibbs = [measure(gibbs_logits(1.03**-n), 1.0) for n in range(-120, 160)]
     plane.plot([g.kl for g in gibbs], [g.reward for g in gibbs], color=GREY, lw=1.2, zorder=0, label="Gibbs policies")
     betas = sorted({row.beta for row in rows})
