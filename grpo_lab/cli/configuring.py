@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -9,8 +11,8 @@ import typer
 
 from grpo_lab.cli import completion
 from grpo_lab.cli.options import ConfigFile, Overrides
-from grpo_lab.config import Config
-from grpo_lab.config.file import changes, load_config
+from grpo_lab.config import Config, ObjectiveConfig
+from grpo_lab.config.file import changes, in_yaml, load_config
 from grpo_lab.errors import ConfigError
 
 config = typer.Typer(no_args_is_help=True, help="Look at configurations: resolved, compared, explained.")
@@ -54,15 +56,31 @@ def diff(
     ] = False,
 ) -> None:
     """The keys that differ, `key: a -> b`. What a file leaves out has its default."""
-    found = changes(_read(first), _read(second)) if second else changes(Config(), _read(first))
+    old, new = (_read(first), _read(second)) if second else (Config(), _read(first))
+    found = changes(old, new)
     for change in found:
         mark = ("!  " if change.is_trajectory else "   ") if resume_relevant else ""
         typer.echo(f"{mark}{change}")
+    for line in _set_by_the_method(old, new, [change.key for change in found]):
+        typer.echo(f"{'   ' if resume_relevant else ''}{line}")
     if not found:
         typer.echo("no difference")
     elif resume_relevant:
         count = sum(change.is_trajectory for change in found)
         typer.echo(f"!  {count} of {len(found)} would change the trajectory: a resumed run may not change them")
+
+
+def _set_by_the_method(old: Config, new: Config, said: Sequence[str]) -> list[str]:
+    """The axes that differ though no key of them does, as those of two methods or recipes; not those in `said`."""
+    from grpo_lab.objective.axes import resolve
+
+    before, after = asdict(resolve(old)), asdict(resolve(new))
+    axes = [name for name in ObjectiveConfig.model_fields if name in before and before[name] != after[name]]
+    return [
+        f"objective.{name}: {in_yaml(before[name])} -> {in_yaml(after[name])} (follows from these)"
+        for name in axes
+        if not any(f"{key}.".startswith(f"objective.{name}.") for key in said)
+    ]
 
 
 @config.command()

@@ -177,6 +177,7 @@ def test_temporary_files_of_a_server_go_with_it(log: Log, monkeypatch: pytest.Mo
     usual = log.path.parent / ("usual" + "-" * 60)
     usual.mkdir()
     monkeypatch.setenv("TMPDIR", str(usual))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     program = (
         "import os, socket, sys, tempfile; from uuid import uuid4; "
         "socket.socket(socket.AF_UNIX).bind(f'{tempfile.gettempdir()}/{uuid4()}'); os.close(tempfile.mkstemp()[0]); "
