@@ -8,18 +8,22 @@ goes with it. Standard library only: it starts in milliseconds.
 
 import contextlib
 import ctypes
+import glob
 import os
 import select
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 
 GRACE_S = 10.0
 _TRACKER_S = 2.0
-_LONGEST_PARENT = 40  # characters: a Unix socket's path, which vLLM makes below it, may have about 100
+_LONGEST_PARENT = 30  # characters: a Unix socket's path, which vLLM makes below it, may have about 100
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -108,7 +112,12 @@ def _own_temporary() -> Iterator[dict[str, str]]:
     """The environment with a temporary directory that is removed afterwards; torch's cache of compiled code stays outside."""
     usual = tempfile.gettempdir()
     parent = usual if len(usual) <= _LONGEST_PARENT else "/tmp"
-    with tempfile.TemporaryDirectory(prefix="grpo_lab-", dir=parent, ignore_cleanup_errors=True) as folder:
+    here = f"grpo_lab-{zlib.crc32(socket.gethostname().encode()):08x}-"  # other machines may share the parent
+    for stale in glob.glob(f"{parent}/{here}*"):  # of guards that were killed
+        owner = os.path.basename(stale).removeprefix(here).split("-")[0]
+        if os.path.exists("/proc/self") and not os.path.exists(f"/proc/{owner}"):
+            shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{here}{os.getpid()}-", dir=parent, ignore_cleanup_errors=True) as folder:
         cache = os.path.join(usual, f"torchinductor_{os.getuid()}")
         yield {"TORCHINDUCTOR_CACHE_DIR": cache, **os.environ, "TMPDIR": folder}
 

@@ -143,9 +143,14 @@ time.sleep(60)
 def test_a_server_ends_with_its_killed_guard(log: Log) -> None:
     server = log.server(WAITS)
     pid = log.pids()[0]
+    variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    (temporary,) = (Path(one.removeprefix("TMPDIR=")) for one in variables if one.startswith("TMPDIR="))
     os.kill(parent(pid), signal.SIGKILL)
     until(lambda: not lives(pid) and not server.is_running)
     server.stop()
+    assert temporary.is_dir(), "nobody was left to remove it"
+    log.guarded("print()").wait(20)
+    assert not temporary.exists(), "the next one does"
 
 
 def test_a_server_is_told_its_socket_which_nobody_before_it_left(log: Log) -> None:

@@ -270,6 +270,7 @@ def test_the_engine_keeps_its_logs_when_the_pool_failed(
 
     server, logs = stand_in(), tmp_path / "logs"
     logs.mkdir()
+    (logs / "worker-0.log").touch()
     settings = RolloutConfig(max_prompt_tokens=32, max_new_tokens=32)
     monkeypatch.setattr(vllm_server, "scratch_folder", lambda purpose: logs)
     monkeypatch.setattr(vllm_server, "_workers", lambda spec, logs: [worker_of(server, 0, PATIENT_S)])

@@ -118,7 +118,9 @@ def _output_kept() -> Iterator[str]:
         yield path
         os.unlink(path)
     except BaseException as error:
-        if not isinstance(error, Exception):  # a stop signal came: nothing went wrong that it would tell
+        if not isinstance(error, Exception) or isinstance(
+            error, ConfigError
+        ):  # a signal, no vLLM: nothing it would tell
             os.unlink(path)
         raise
     finally:

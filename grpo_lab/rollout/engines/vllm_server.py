@@ -78,7 +78,7 @@ class EngineImpl:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
-        if not keep_logs:
+        if not keep_logs or not any(self.logs.iterdir()):
             shutil.rmtree(self.logs, ignore_errors=True)
 
     @property
