@@ -77,10 +77,12 @@ def lines(made: Comparison) -> list[str]:
     ]
     for beta in made.betas:
         when = "the last evaluation of all" if contrast.is_equal(made.moment) else "each one's last evaluation"
-        said += ["", f"F at beta {beta:g}, {when}", *aligned(_rows(made.arms, made.moment, beta))]
+        floor = _common_floor(made.arms, made.moment, beta)
+        same = f"; floor F* {_bracket(floor)} for all" if floor else ""
+        said += ["", f"F at beta {beta:g}, {when}{same}", *aligned(_rows(made.arms, made.moment, beta, not floor))]
     last = contrast.last_moment(made.arms)
     if dict(last) != dict(made.moment):
-        said += ["", "each one's last evaluation, F at its own beta", *aligned(_rows(made.arms, last, None))]
+        said += ["", "each one's last evaluation, F at its own beta", *aligned(_rows(made.arms, last, None, True))]
     if any(len(arm.runs) > 1 for arm in made.arms):
         said.append("in brackets: the standard error over seeds")
     if made.levels:
@@ -99,7 +101,17 @@ def _differing(arms: Sequence[Arm]) -> list[tuple[Arm, list[str]]]:
     return [(arm, differing) for arm, differing in found if differing]
 
 
-def _rows(arms: Sequence[Arm], moment: Moment, beta: float | None) -> list[list[str]]:
+def _common_floor(arms: Sequence[Arm], moment: Moment, beta: float) -> tuple[float, float] | None:
+    """The bracket that all arms share, as they do with one bank; None where they do not."""
+    found = {arm.at(moment[arm.name]).floor(beta) for arm in arms}
+    return found.pop() if len(found) == 1 else None
+
+
+def _bracket(floor: tuple[float, float]) -> str:
+    return f"[{floor[0]:+.3f}, {floor[1]:+.3f}]"
+
+
+def _rows(arms: Sequence[Arm], moment: Moment, beta: float | None, with_floor: bool) -> list[list[str]]:
     rows = [list(HEAD)]
     for arm in arms:
         at, own, config = arm.at(moment[arm.name]), beta or arm.config.beta, arm.config
@@ -111,7 +123,7 @@ def _rows(arms: Sequence[Arm], moment: Moment, beta: float | None) -> list[list[
             _shown(at.kl, between([point.kl.mean for point in each])),
             _shown(free_energy, between([point.free_energy(own).mean for point in each])),
             _shown(at.against_reference(own), between([point.against_reference(own).mean for point in each])),
-            f"[{floor[0]:+.3f}, {floor[1]:+.3f}]" if floor else "",
+            _bracket(floor) if floor and with_floor else "",
             f"[{free_energy.mean - floor[1]:.3f}, {free_energy.mean - floor[0]:.3f}]" if floor else "",
         ])  # fmt: skip
     return rows
