@@ -97,6 +97,8 @@ def test_compare_pairs_what_the_runs_kept(
     assert not (tmp_path / "comparison").exists() and found["notes"] == []
     rows = [json.loads((run / "evaluations/rollouts_00000016.json").read_text()) for run in (dapo, sao)]
     assert rows[0]["per_problem"]["ids"] == ["p0", "p1", "p2", "p3"]
+    floor = [rows[0]["floor"][end]["mean"] for end in ("lower", "upper")]
+    assert f"the last evaluation of all; floor F* [{floor[0]:+.3f}, {floor[1]:+.3f}] for all" in text
     for row in rows:
         for name in ("reward", "kl", "kl_rao_blackwell", "reference_reward"):
             assert np.mean(row["per_problem"][name]) == pytest.approx(row[name]["mean"], rel=1e-12), name
