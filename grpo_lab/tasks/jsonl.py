@@ -50,6 +50,15 @@ class Task:
         self._reward = _load_reward(self._options.reward) if self._options.reward else None
         rows = read_rows(find_file(data.path, "train.jsonl"))
         self.train, self.heldout = split(_problems(rows, self._options), data)
+        if self._reward is not None:
+            self._try(self._reward)
+
+    def _try(self, reward: RewardFunction) -> None:
+        """ConfigError for a function that cannot even grade nothing, which models do write: minutes before the first step."""
+        try:
+            self._grade_by_function(reward, self.train[0], "", False)
+        except RunError as error:
+            raise ConfigError(f"{error} (tried on an empty completion, which any model may write)") from None
 
     def grade(self, problem: Problem, text: str, truncated: bool) -> Grade:
         if self._reward is not None:

@@ -198,6 +198,7 @@ def unreal(problem, text): return 1j
 def nan(problem, text): return float("nan")
 def minus(problem, text): return float("-inf")
 def yes(problem, text): return True
+def late(problem, text): return 1 / (5 - len(text))
 """
 
 
@@ -207,13 +208,13 @@ def test_every_wrong_reward_of_a_users_function_is_one_line(tmp_path: Path, monk
     file = tmp_path / "train.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"q{n}", "answer": "1"}) + "\n" for n in range(4)))
 
-    def grade(name: str) -> Grade:
+    def grade(name: str, text: str = "") -> Grade:
         options = {"reward": f"hostile_rewards:{name}"}
         data = DataConfig(task="jsonl", path=str(file), train_problems=None, heldout_problems=1, options=options)
         task = load_task(data)
-        return task.grade(task.train[0], "", False)
+        return task.grade(task.train[0], text, False)
 
-    with pytest.raises(RunError) as error:
+    with pytest.raises(ConfigError) as error:
         grade("fails")
     one_line(
         error,
@@ -221,12 +222,15 @@ def test_every_wrong_reward_of_a_users_function_is_one_line(tmp_path: Path, monk
         "problem 'row-",
         "ZeroDivisionError",
         "hostile_rewards.py, line 2",
+        "tried on an empty completion",
     )
     for name in ("huge", "endless", "text", "two", "none", "unreal", "nan", "minus"):
-        with pytest.raises(RunError, match="return a finite number") as error:
+        with pytest.raises(ConfigError, match="return a finite number") as error:
             grade(name)
         one_line(error, f"'hostile_rewards:{name}'", "problem 'row-")
-    assert grade("yes") == Grade(1.0, "correct")
+    assert grade("yes") == Grade(1.0, "correct") and grade("late").reward == 0.2
+    with pytest.raises(RunError, match="'hostile_rewards:late' failed on a completion of problem 'row-"):
+        grade("late", "12345")
 
 
 # -- log-ratios ------------------------------------------------------------------------------------------------------
