@@ -44,8 +44,8 @@ class Evaluation:
     """One policy on the held-out problems. KL is per sequence in nats; `kl` is k1, `kl_rao_blackwell` sums the vocabulary.
 
     `against_reference` is F - F_ref, paired by problem; `free_energy_interval` is a 95 % bootstrap over problems. `landscape`
-    is the floor and the Gibbs policies over temperatures. `gap_split` and `landscape` are None unless the reward is binary,
-    `identity` where no problem has different rewards.
+    is the floor and the Gibbs policies over temperatures. `gap_split` is None unless the reward is binary, `identity` where no
+    problem has different rewards.
     """
 
     rollouts: int
@@ -64,7 +64,7 @@ class Evaluation:
     gap_split: GapSplit | None
     gap_from_returns: float
     identity: IdentityCheck | None
-    landscape: Landscape | None
+    landscape: Landscape
     pass_at: dict[str, float]
     truncated: float
     unparsable: float
@@ -107,12 +107,7 @@ def measure(
     log_ratios = (statistics.logprobs - statistics.ref_logprobs).double().sum(dim=1).numpy().reshape(shape)
     full_kl = statistics.full_kl.double().sum(dim=1).numpy().reshape(shape)
     reference = np.asarray(bank.rewards, dtype=np.float64)
-    top = max(float(rewards.max()), float(reference.max()))
-    if top > largest_reward:
-        raise RunError(
-            f"a reward of {top:g} is more than the task's largest_reward={largest_reward:g}, for which the floor is computed: "
-            "give the task class an attribute largest_reward with the most it can pay"
-        )
+    refuse_above(largest_reward, rewards, reference)
     binary = bool(np.isin(rewards, (0.0, 1.0)).all() and np.isin(reference, (0.0, 1.0)).all())
     grades = [grade for group in groups for grade in group.grades]
     solved = np.array([grade.outcome == "correct" for grade in grades]).reshape(shape).sum(axis=1)
@@ -134,7 +129,7 @@ def measure(
         gap_split=_gap_split(rewards, reference, full_kl, beta) if binary else None,
         gap_from_returns=gap_from_returns(rewards, log_ratios, beta),
         identity=identity_check(rewards, log_ratios, beta),
-        landscape=landscape(reference) if binary else None,
+        landscape=landscape(reference, largest=largest_reward),
         pass_at={str(k): pass_at(solved, shape[1], k) for k in _powers_of_two(shape[1])},
         truncated=sum(grade.outcome == "truncated" for grade in grades) / len(grades),
         unparsable=sum(grade.outcome == "unparsable" for grade in grades) / len(grades),
@@ -146,6 +141,16 @@ def measure(
             *(values.mean(axis=1).tolist() for values in (rewards, log_ratios, full_kl, reference)),
         ),
     )
+
+
+def refuse_above(largest: float, *rewards: Array) -> None:
+    """RunError where a reward is greater than the task said that it could be."""
+    top = max(float(each.max()) for each in rewards)
+    if top > largest:
+        raise RunError(
+            f"a reward of {top:g} is more than the task's largest_reward={largest:g}, for which the floor is computed: give "
+            "the task class an attribute largest_reward with the most it can pay"
+        )
 
 
 def problems_digest(problems: Sequence[Problem]) -> str:

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from grpo_lab.config import Config
 from grpo_lab.drawing import BLUE, GREEN, GREY, ORANGE, legend_below, save
-from grpo_lab.errors import RunError
 from grpo_lab.evaluation.bank import ReferenceBank, reference_bank
+from grpo_lab.evaluation.evaluate import refuse_above
 from grpo_lab.evaluation.figures import draw_landscape
 from grpo_lab.evaluation.landscape import BETAS, landscape
 from grpo_lab.learner.collate import collate
 from grpo_lab.storage.scratch import write_whole
 from grpo_lab.thermo.candidates import CandidateFloor, Weighting, candidate_floor, candidate_weights, merge_duplicates
-from grpo_lab.thermo.floor import bracket
+from grpo_lab.thermo.floor import FloorBracket, bracket
 from grpo_lab.types import RolloutGroup
 
 if TYPE_CHECKING:
@@ -60,6 +60,17 @@ class WeightingResult:
     heat_capacity: list[float]
 
 
+@dataclass(frozen=True)
+class Consistent:
+    """Rewards of samples at T 1, top-p 1, [N, K], none above `largest`: what estimates the reference's own floor."""
+
+    rewards: Array
+    largest: float
+
+    def bracket(self, beta: float) -> FloorBracket:
+        return bracket(self.rewards, beta, largest=self.largest)
+
+
 def floor_study(config: Config, protocol: Protocol, betas: Sequence[float], output: Path, console: Console) -> None:
     """Draw both banks (or reuse them from `output`), print the table, write floor_study.json and two figures."""
     from grpo_lab.assemble import assemble
@@ -81,15 +92,14 @@ def floor_study(config: Config, protocol: Protocol, betas: Sequence[float], outp
         parts.close()
     grid = np.unique(np.concatenate([BETAS, np.asarray(betas)]))
     results = [weigh(candidates, logprobs, name, grid) for name in WEIGHTINGS]
-    rewards = np.asarray(consistent.rewards, dtype=np.float64)
-    if not np.isin(rewards, (0.0, 1.0)).all():
-        raise RunError("eval floor compares weightings for a reward of 0 or 1; this task's rewards take other values")
-    for line in table(results, rewards, grid, betas):
+    samples = Consistent(np.asarray(consistent.rewards, dtype=np.float64), parts.largest_reward)
+    refuse_above(samples.largest, samples.rewards)
+    for line in table(results, samples, grid, betas):
         console.say(line)
     numbers = output / "floor_study.json"
-    write_whole(numbers, json.dumps(_to_json(results, rewards, grid, betas, protocol), indent=1))
+    write_whole(numbers, json.dumps(_to_json(results, samples, grid, betas, protocol), indent=1))
     console.say(f"numbers    {numbers}")
-    for path in draw(results, rewards, grid, output):
+    for path in draw(results, samples, grid, output):
         console.say(f"figure     {path}")
 
 
@@ -122,14 +132,14 @@ def _prompt(group: RolloutGroup, logprobs: Array, weighting: Weighting, betas: A
     return [candidate_floor(weights, merged, float(beta)) for beta in betas]
 
 
-def table(results: Sequence[WeightingResult], rewards: Array, grid: Array, betas: Sequence[float]) -> list[str]:
+def table(results: Sequence[WeightingResult], samples: Consistent, grid: Array, betas: Sequence[float]) -> list[str]:
     """One line a weighting: its effective number of candidates, the reference's reward it implies, the floor by beta."""
     columns = [int(np.argmin(np.abs(grid - beta))) for beta in betas]
     lines = [f"{'':40}  {'ESS':>5}  {'E[r]':>6}  " + "  ".join(f"{f'F* {beta:g}':>16}" for beta in betas)]
     for result in results:
         cells = "  ".join(f"{result.floor[c]:>16.4f}" for c in columns)
         lines.append(f"{WEIGHTINGS[result.name]:40}  {result.ess:>5.1f}  {result.reference_reward:>6.3f}  {cells}")
-    brackets = [bracket(rewards, beta) for beta in betas]
+    brackets, rewards = [samples.bracket(beta) for beta in betas], samples.rewards
     cells = "  ".join(f"{f'[{b.lower.mean:.3f}, {b.upper.mean:.3f}]':>16}" for b in brackets)
     lines.append(
         f"{'T 1, top-p 1: consistent, as a bracket':40}  {rewards.shape[1]:>5.1f}  {rewards.mean():>6.3f}  {cells}"
@@ -138,9 +148,9 @@ def table(results: Sequence[WeightingResult], rewards: Array, grid: Array, betas
     return lines
 
 
-def draw(results: Sequence[WeightingResult], rewards: Array, grid: Array, folder: Path) -> list[Path]:
+def draw(results: Sequence[WeightingResult], samples: Consistent, grid: Array, folder: Path) -> list[Path]:
     """The reward-KL frontier of every weighting, and the landscape over beta of the consistent estimator."""
-    mc = landscape(rewards)
+    mc = landscape(samples.rewards, largest=samples.largest)
     frontier = Figure(figsize=(6.4, 4.4), layout="constrained")
     axes = frontier.add_subplot()
     for result, color in zip(results, COLORS, strict=True):
@@ -150,12 +160,12 @@ def draw(results: Sequence[WeightingResult], rewards: Array, grid: Array, folder
         xlabel="KL to the reference (nats per sequence)",
         ylabel="reward E[r]",
         title="Reward–KL frontier by weighting",
-        ylim=(0, 1.03),
+        ylim=(min(0.0, *mc.reward) - 0.03, max(1.0, *mc.reward) + 0.03),
     )
     legend_below(frontier, columns=2)
     over = Figure(figsize=(6.4, 5.6), layout="constrained")
     top, bottom = over.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    draw_landscape(top, bottom, asdict(mc), float(rewards.mean()), None)
+    draw_landscape(top, bottom, asdict(mc), float(samples.rewards.mean()), None)
     for result, color in zip(results, COLORS, strict=True):
         top.plot(grid, result.floor, color=color, lw=1.2, label=WEIGHTINGS[result.name])
     legend_below(over, columns=2)
@@ -170,12 +180,12 @@ def _reference_logprobs(parts: Parts, bank: ReferenceBank) -> Array:
 
 
 def _to_json(
-    results: Sequence[WeightingResult], rewards: Array, grid: Array, betas: Sequence[float], protocol: Protocol
+    results: Sequence[WeightingResult], samples: Consistent, grid: Array, betas: Sequence[float], protocol: Protocol
 ) -> dict[str, Any]:
-    consistent = {f"{beta:g}": asdict(bracket(rewards, beta)) for beta in betas}
+    consistent = {f"{beta:g}": asdict(samples.bracket(beta)) for beta in betas}
     return {
         "protocol": asdict(protocol),
         "beta": grid.tolist(),
         "weightings": [asdict(result) for result in results],
-        "consistent": {"reward": float(rewards.mean()), "floor": consistent},
+        "consistent": {"reward": float(samples.rewards.mean()), "floor": consistent},
     }

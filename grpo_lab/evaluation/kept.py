@@ -110,7 +110,7 @@ def _floor(row: Mapping[str, Any], beta: float) -> tuple[float, float] | None:
     if beta == row["beta"]:
         return row["floor"]["lower"]["mean"], row["floor"]["upper"]["mean"]
     problems, samples = _problems(row), row["samples"]
-    if problems is None or not row["landscape"]:  # a landscape is kept for binary rewards only
+    if problems is None or not row["gap_split"]:  # which is kept for binary rewards only
         return None
     solved = np.rint(problems.reference_reward * samples)
     ends = bracket((np.arange(samples) < solved[:, None]).astype(np.float64), beta)

@@ -56,13 +56,6 @@ def kl_to_gibbs(q: ArrayLike, p: ArrayLike, beta: float) -> Array:
     return np.maximum(success + failure + log_partition(p, beta), 0.0)
 
 
-def frontier(p: ArrayLike, temperatures: ArrayLike) -> tuple[Array, Array]:
-    """KL* (nats) and q* of the Gibbs policies at temperatures [M], averaged over prompts p [N]: two [M] arrays."""
-    betas = np.asarray(temperatures, dtype=np.float64)
-    kl = np.array([gibbs_kl(p, float(beta)).mean() for beta in betas])
-    return kl, np.array([gibbs_success(p, float(beta)).mean() for beta in betas])
-
-
 def _checked(p: ArrayLike) -> Array:
     values = np.asarray(p, dtype=np.float64)
     assert ((values >= 0) & (values <= 1)).all(), "success rates lie in [0, 1]"

@@ -41,6 +41,10 @@ def test_own_reward_on_own_problems(tiny_model: Path, tmp_path: Path) -> None:
             words = len(completion.text.split())
             wanted = 0.25 if completion.truncated else max(0, 1 - abs(words - asked) / asked)
             assert grade.reward == pytest.approx(wanted)
+            kind = "truncated" if completion.truncated else "partial" if 0 < wanted < 1 else None
+            assert grade.outcome == (kind or ("correct" if wanted else "wrong"))
+    drawn = {file.stem for file in finished.figures.glob("*.png")}
+    assert {"free_energy", "frontier", "landscape"} <= drawn and "gap_split" not in drawn
 
 
 def test_own_engine(tiny_model: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from math import comb, exp, log, prod
 import numpy as np
 import pytest
 
-from grpo_lab.thermo import binary, candidates, floor, gap, statistics
+from grpo_lab.thermo import candidates, floor, gap, statistics
 
 getcontext().prec = 60
 REFERENCE, LEVELS = np.array([0.6, 0.3, 0.1]), np.array([0.0, 0.5, 1.0])
@@ -44,13 +44,6 @@ def test_identity_12_on_random_policies(beta: float) -> None:
         f_star = gap.discrete_gibbs(ref, r, beta)[1]
         assert f_star == pytest.approx(-beta * log(z), abs=1e-12)
         assert gap.free_energy(pi, ref, r, beta) - f_star == pytest.approx(beta * to_gibbs, abs=1e-12)
-
-
-def test_reward_rises_by_beta_for_each_nat_along_the_gibbs_family() -> None:
-    """dE*/dKL* = beta, along the frontier that the figure draws."""
-    p, beta, step = np.array([0.05, 0.348, 0.9]), 0.3, 1e-5
-    kl, reward = binary.frontier(p, [beta - step, beta + step])
-    assert (reward[1] - reward[0]) / (kl[1] - kl[0]) == pytest.approx(beta, rel=1e-6)
 
 
 def test_u_statistic_by_summing_over_every_subset() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ def kept_row(rollouts: int, beta: float, reward: Array, kl: Array, reference: Ar
         "free_energy": estimate(energy), "against_reference": {"mean": against.mean, "se": against.se},
         "reference_reward": estimate(reference), "floor": ends,
         "landscape": {"kl": found.kl, "reward": found.reward}, "per_problem": by_problem,
+        "gap_split": {"wasted": 0.1, "tilt": 0.2},
     }  # fmt: skip
 
 
@@ -217,6 +219,20 @@ def test_older_evaluations_are_shown_but_not_tested(tmp_path: Path) -> None:
         json.loads(json.dumps(to_json(made), allow_nan=False))["arms"][0]["evaluations"][2]["free_energy"]["0.5"]["se"]
         is None
     )
+
+
+def test_graded_rewards_have_no_floor_at_a_beta_they_were_not_evaluated_at(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / name, [f"method={method}"], 0.2, 0.4) for name, method in (("a", "dapo"), ("b", "sao"))
+    ]
+    for run in runs:
+        for file in run.evaluations.glob("*.json"):
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"gap_split": None}))
+    made = compared(*runs, betas=(0.05, 0.5))
+    assert made.arms[0].path[-1].floor(0.05) and made.arms[0].path[-1].floor(0.5) is None
+    assert [note for note in made.notes if "no floor F* at beta 0.5 for" in note]
+    text = "\n".join(lines(made))
+    assert re.search(r"F at beta 0.05, .*; floor F\* \[", text) and re.search(r"F at beta 0.5, .* of all$", text, re.M)
 
 
 def test_runs_of_unequal_length_meet_at_the_last_common_evaluation(tmp_path: Path) -> None:
