@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from grpo_lab.storage.scratch import whole_file
 
@@ -24,6 +26,12 @@ def save(figure: Figure, stem: Path, grid: bool = True) -> list[Path]:
         with whole_file(path) as partial:
             figure.savefig(partial, format=path.suffix[1:], dpi=150)
     return paths
+
+
+def counts_on(axis: Any, most: int | str = "auto") -> None:
+    """Whole numbers at an axis' ticks, at most so many + 1, with thousands set apart."""
+    axis.set_major_locator(MaxNLocator(most, integer=True, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 
 def legend_below(figure: Figure, columns: int = 3) -> None:

@@ -45,6 +45,13 @@ def load(package: str, name: str, class_name: str) -> Any:
             raise ModuleNotFoundError(f"no module named {module_name!r}")
         module = importlib.import_module(module_name)
     except (ModuleNotFoundError, ValueError) as error:
+        if "__path__" in str(error):  # "file.Class", or "file.py:Class"
+            parent, _, rest = module_name.rpartition(".")
+            meant = parent if rest == "py" else f"{parent}:{rest}"
+            raise ConfigError(
+                f"cannot import {kind} {name!r}: {parent} is a module, no package; write "
+                f"{meant if ':' in meant else f'{meant}:{attribute}'}"
+            ) from None
         colon = "" if ":" in name else f", and write {kind}s of other files as module:{class_name}"
         raise ConfigError(
             f"cannot import {kind} {name!r}: {error}; start in its folder or put that on PYTHONPATH{colon}"

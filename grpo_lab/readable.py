@@ -107,11 +107,13 @@ def lines(every: Sequence[Seen], chosen: Sequence[Seen], decode: Decode, layout:
 
 
 def _facts(one: Seen) -> str:
-    extracted = "no answer found" if one.extracted is None else f"answer {_quoted(one.extracted)}"
+    extracted = "" if one.extracted is None else f", answer {_quoted(one.extracted)}"
+    if one.outcome == "unparsable":
+        extracted = ", no answer found"
     advantage = "" if one.advantage is None else f", advantage {one.advantage:+.3f}"
     last = one.weight_version_end
     weights = f"{one.weight_version}" + (f" to {last}" if last not in (None, one.weight_version) else "")
-    return f"{one.outcome}, reward {one.reward:g}, {extracted}, {one.tokens} tokens{advantage}, weights {weights}"
+    return f"{one.outcome}, reward {one.reward:g}{extracted}, {one.tokens} tokens{advantage}, weights {weights}"
 
 
 def _quoted(text: str) -> str:

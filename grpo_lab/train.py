@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo_lab.assemble import Parts, assemble, build_learner, check
+from grpo_lab.assemble import Parts, assemble, build_learner, check, check_data
 from grpo_lab.batch import StepGroups, collect_step
 from grpo_lab.config import Config
 from grpo_lab.console import Console
@@ -58,7 +58,9 @@ def _lead(config: Config, console: Console, resume: RunDir | None, ranks: Ranks,
         held.enter_context(run_lock(resume.path, console.say))
     checkpoint = _resume_point(config, resume, console.say) if resume else None
     check_trackers(config)
-    console.describe(config, check(config))
+    objective = check(config)
+    check_data(config)
+    console.describe(config, objective)
     if not resume:
         RunDir.refuse_existing(config)
     console.phase(

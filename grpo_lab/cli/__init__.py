@@ -79,6 +79,16 @@ def _in_our_words(text: str, words: Sequence[str]) -> str:
     return text.replace(f"'{option}'", f"'{option}': {given[0]!r}", 1) if given else text
 
 
+def _help_of(words: Sequence[str]) -> str:
+    """The command that explains what was meant: of the command that was called, where there is such."""
+    known = {command.name or (command.callback and command.callback.__name__) for command in app.registered_commands}
+    return (
+        f"grpo-lab {words[1]} --help"
+        if words[1:] and words[1].replace("-", "_") in known | {"list"}
+        else "grpo-lab --help"
+    )
+
+
 def main() -> None:
     """Entry point: a UserError becomes one line on standard error and its exit code."""
     try:
@@ -100,7 +110,9 @@ def main() -> None:
         text = _in_our_words(error.format_message(), sys.argv)
         is_help = text.startswith("Usage:")  # a command without its arguments
         sys.stderr.write(
-            text + "\n" if is_help else f"grpo-lab: {' '.join(shown(text).split()).rstrip('.')}; see grpo-lab --help\n"
+            text + "\n"
+            if is_help
+            else f"grpo-lab: {' '.join(shown(text).split()).rstrip('.')}; see {_help_of(sys.argv)}\n"
         )
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 import httpx
+import torch
 
 from grpo_lab.config import Config
 from grpo_lab.console import Console
@@ -115,7 +116,7 @@ def serve(config: Config, place: Place) -> None:
     require_vllm("grpo-lab worker")
     ports, shares = place.ports(), machine_shares(place.count, config.rollout.worker_gpus, learners=0)
     spec, console = EngineSpec(resolve_model(config.model), config.model, config.rollout), Console()
-    options, folder = command_line(server_options(spec)), place.announce or Path()
+    options, folder = command_line(server_options(spec, torch.cuda.is_available())), place.announce or Path()
     if place.announce:
         place.announce.mkdir(parents=True, exist_ok=True)
     console.say(

@@ -114,5 +114,5 @@ def _check_grades(parts: Parts, problems: Sequence[Problem], groups: Sequence[Ro
             if now != grade.reward:
                 raise RunError(
                     f"{path}: a completion of {problem.id!r} was graded {grade.reward:g} and is graded {now:g} now: the reward "
-                    "changed; move the file away to draw a new bank"
+                    "changed; give it back the old one, or begin a new run: one run cannot mix them"
                 )

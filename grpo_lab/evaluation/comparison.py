@@ -9,9 +9,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from grpo_lab.drawing import GREY, PALETTE, legend_below, save
+from grpo_lab.drawing import GREY, PALETTE, counts_on, legend_below, save
 from grpo_lab.evaluation.columns import aligned
-from grpo_lab.evaluation.figures import THOUSANDS
 from grpo_lab.evaluation.kept import read_evaluations
 from grpo_lab.run_dir import RunDir
 from grpo_lab.thermo.statistics import Estimate
@@ -21,6 +20,7 @@ from grpo_lab.thermo.statistics import Estimate
 class Compared:
     """One run with its evaluations by rollouts."""
 
+    name: str
     method: str
     recipe: str
     beta: float
@@ -34,7 +34,7 @@ def compared(runs: Sequence[RunDir]) -> list[Compared]:
     for run in runs:
         rows, config = read_evaluations(run), run.config
         if rows:
-            found.append(Compared(config.method, config.recipe, config.beta, config.seed, rows))
+            found.append(Compared(run.path.name, config.method, config.recipe, config.beta, config.seed, rows))
     return found
 
 
@@ -69,29 +69,35 @@ def table(items: Sequence[Compared]) -> list[str]:
 
 
 def draw(items: Sequence[Compared], stem: Path) -> list[Path]:
-    """F against rollouts, one panel a method and recipe, one colour a beta; its floor bracket is dashed, the reference grey."""
+    """F against rollouts, one panel a method and recipe, one colour a beta; its floor bracket is dashed, the reference grey.
+
+    Runs that differ in none of these nor in the seed have a colour each, and their names.
+    """
     panels = list(dict.fromkeys((item.method, item.recipe) for item in items))
     betas = sorted({item.beta for item in items})
     colors = {beta: PALETTE[index % len(PALETTE)] for index, beta in enumerate(betas)}
+    alike = len({(item.method, item.recipe, item.beta, item.seed) for item in items}) < len(items)
+    looks = {item.name: PALETTE[index % len(PALETTE)] for index, item in enumerate(items)}
     columns = min(len(panels), 4)
     bands = -(-len(panels) // columns)
-    figure = Figure(figsize=(3.6 * columns + 0.6, 3.7 * bands + 0.5), layout="constrained")
+    figure = Figure(figsize=(max(7.0, 3.6 * columns + 0.6), 3.7 * bands + 0.5), layout="constrained")
     grid = figure.subplots(bands, columns, sharex=True, sharey=True, squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
     for axes, (method, recipe) in zip(grid.flat, panels, strict=False):
         for item in (item for item in items if (item.method, item.recipe) == (method, recipe)):
-            _curve(axes, item, colors[item.beta])
+            _curve(axes, item, looks[item.name] if alike else colors[item.beta])
         axes.set_title(f"{method}, {recipe}", fontsize=10)
         axes.set_xlabel("rollouts")
-        axes.xaxis.set_major_formatter(THOUSANDS)
+        counts_on(axes.xaxis, most=5)
     for axes in grid[:, 0]:
         axes.set_ylabel("free energy F (reward units)")
-    for beta, color in colors.items():
-        figure.axes[0].plot([], [], color=color, marker="o", ms=4, label=f"β = {beta:g} (±1 SE)")
+    labels = {f"{item.name}, β = {item.beta:g} (±1 SE)": looks[item.name] for item in items} if alike else {}
+    for label, color in (labels or {f"β = {beta:g} (±1 SE)": color for beta, color in colors.items()}).items():
+        figure.axes[0].plot([], [], color=color, marker="o", ms=4, label=label)
     figure.axes[0].plot([], [], color=GREY, ls="--", lw=1, label="floor bracket of each β")
     figure.axes[0].plot([], [], color=GREY, lw=1, ls=":", label="reference, F = −E[r]")
-    legend_below(figure, columns=len(betas) + 2)
+    legend_below(figure, columns=min(len(betas) + 2, 2 * columns))
     return save(figure, stem)
 
 

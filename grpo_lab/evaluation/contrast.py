@@ -177,6 +177,14 @@ def cautions(first: Arm, second: Arm) -> list[str]:
     found = []
     if first.config.beta != second.config.beta:
         found.append("trained at different betas; F = -E[r] + beta KL is compared at one beta at a time")
+    same_bank = [(c.seed, c.rollout.engine, c.model.dtype, c.evaluation.samples) for c in (first.config, second.config)]
+    rewards = [arm.path[0].problems for arm in (first, second)]
+    if same_bank[0] == same_bank[1] and rewards[0] and rewards[1]:
+        means = [float(problems.reference_reward.mean()) for problems in rewards if problems]
+        if abs(means[0] - means[1]) > 0.02:
+            found.append(
+                f"the reference has E[r] {means[0]:.3f} in one, {means[1]:.3f} in the other: was the reward changed between?"
+            )
     if set(first.seeds) != set(second.seeds):
         found.append("different seeds; the samples of a problem do not share their random numbers")
     return found

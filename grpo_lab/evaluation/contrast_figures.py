@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from grpo_lab.drawing import GREY, PALETTE, legend_below, save
+from grpo_lab.drawing import GREY, PALETTE, counts_on, legend_below, save
 from grpo_lab.evaluation.arms import Arm
 from grpo_lab.evaluation.contrast_table import Comparison
-from grpo_lab.evaluation.figures import THOUSANDS
 from grpo_lab.thermo.statistics import Estimate
 
 MARKERS = "osD^vP*X"
@@ -42,7 +41,7 @@ def _free_energies(made: Comparison) -> Figure:
                 y = [point.free_energy(beta).mean for point in path]
                 axes.plot([point.rollouts for point in path], y, color=_look(index)["color"], lw=0.7, alpha=0.5)
         axes.set_title(f"β = {beta:g}", fontsize=10)
-        axes.xaxis.set_major_formatter(THOUSANDS)
+        counts_on(axes.xaxis, most=5)
         axes.set_xlabel("rollouts")
     for axes in grid[:, 0]:
         axes.set_ylabel("free energy F (reward units)")

@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import StrMethodFormatter
 
-from grpo_lab.drawing import BLUE, GREEN, GREY, ORANGE, legend_below, save
+from grpo_lab.drawing import BLUE, GREEN, GREY, ORANGE, counts_on, legend_below, save
 
-THOUSANDS = StrMethodFormatter("{x:,.0f}")
 Rows = Sequence[dict[str, Any]]
 
 
@@ -44,7 +42,7 @@ def draw_training(metrics: Rows, folder: Path) -> list[Path]:
         axes.set_ylabel(label)
     every[0].set_title("Training batches")
     every[-1].set_xlabel("rollouts")
-    every[-1].xaxis.set_major_formatter(THOUSANDS)
+    counts_on(every[-1].xaxis)
     return save(figure, folder / "training")
 
 
@@ -57,7 +55,7 @@ def _free_energy(rows: Rows) -> Figure:
     axes.axhline(-rows[0]["reference_reward"]["mean"], color=GREY, ls="--", lw=1.2, label="reference, F = −E[r]")
     _errorbar(axes, x, rows, "free_energy", BLUE, f"F of the policy, β = {rows[0]['beta']:g} (±1 SE)")
     axes.set(xlabel="rollouts", ylabel="free energy F (reward units)", title="Free energy against rollouts")
-    axes.xaxis.set_major_formatter(THOUSANDS)
+    counts_on(axes.xaxis)
     legend_below(figure)
     return figure
 
@@ -71,7 +69,7 @@ def _reward_kl(rows: Rows) -> Figure:
     _errorbar(bottom, x, rows, "kl_rao_blackwell", GREEN, "Rao–Blackwell", marker="s")
     top.set(ylabel="reward E[r]", ylim=_reward_range(rows), title="Reward and KL on the held-out problems (±1 SE)")
     bottom.set(xlabel="rollouts", ylabel="KL to the reference\n(nats per sequence)")
-    bottom.xaxis.set_major_formatter(THOUSANDS)
+    counts_on(bottom.xaxis)
     bottom.legend(frameon=False, fontsize=9)
     return figure
 

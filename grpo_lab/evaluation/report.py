@@ -77,10 +77,8 @@ def _bank_of(path: Path, parts: Parts, console: Console) -> ReferenceBank:
     if folder.is_dir():
         try:
             return run_bank(parts, folder)
-        except RunError:
-            console.say(
-                "note       the run's bank was drawn with other settings; drawing a new one for this evaluation"
-            )
+        except RunError as error:
+            console.say(f"note       {str(error).partition(';')[0]}; drawing a new bank for this evaluation")
     return run_bank(parts, None)
 
 

@@ -61,6 +61,10 @@ class Objective:
 
 def resolve(config: Config) -> Objective:
     """Method row, then recipe, then the axes the user overrode. ConfigError for unknown names and refused combinations."""
+    if ":" in config.method:
+        raise ConfigError(
+            f"unknown method {config.method!r}: a gate of your own goes with a method, --set objective.gate={config.method}"
+        )
     if config.method not in METHODS:
         raise unknown_name("method", config.method, METHODS)
     method, chosen, limit = METHODS[config.method], config.objective, config.rollout.max_new_tokens

@@ -33,7 +33,7 @@ def print_plan(
         console.say(line)
     for line in memory_lines(config, shape, planned_machine(launch.gpu_memory), launch):
         console.say(line)
-    for fact in cores_fact(config):
+    for fact in cores_fact(config) if launch.gpu_memory is None else ():  # the cores of another machine are not known
         console.say(f"{'cores' if fact.state == 'pass' else 'warning':10} {fact.text}")
     try:
         lines = role_lines(config, launch)

@@ -51,7 +51,7 @@ def role_lines(config: Config, launch: Launch) -> list[str]:
         lines.append(f"learner    {count}: {_learner_share(launch)} {rank}")
     spec = EngineSpec(local_folder(config.model) or Path(config.model.place), config.model, config.rollout)
     if config.rollout.has_workers:
-        return lines + _worker_lines(spec, launch.processes)
+        return lines + _worker_lines(spec, launch)
     if config.rollout.engine_name == "vllm":
         options = in_process_options(spec, launch.gpu_memory is not None or torch.cuda.is_available())
         lines.append(f"engine     vLLM in the learner's process with {shlex.join(command_line(options))}")
@@ -72,12 +72,16 @@ def _learner_share(launch: Launch) -> str:
     return f"WORLD_SIZE={launch.learners} OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', threads)}"
 
 
-def _worker_lines(spec: EngineSpec, learners: int) -> list[str]:
-    settings = spec.rollout
+def _worker_lines(spec: EngineSpec, launch: Launch) -> list[str]:
+    settings, planned = spec.rollout, launch.gpu_memory is not None
     count = settings.started_workers
-    command = shlex.join(server_command(command_line(server_options(spec)), ["--uds", "SOCKET"]))
+    command = shlex.join(
+        server_command(command_line(server_options(spec, planned or torch.cuda.is_available())), ["--uds", "SOCKET"])
+    )
     lines = []
-    shares = machine_shares(count, settings.worker_gpus, learners) if count else []
+    shares = [] if planned or not count else machine_shares(count, settings.worker_gpus, launch.processes)
+    if planned and count:
+        lines.append(f"workers    {count}, each on {settings.worker_gpus} GPU(s) of its own: {command}")
     own = [[f"{k}={v}" for k, v in sorted(share.items())] for share in shares]
     common = [word for word in own[0] if all(word in words for words in own)] if own else []
     if own:

@@ -56,9 +56,15 @@ class Task:
     def _try(self, reward: RewardFunction) -> None:
         """ConfigError for a function that cannot even grade nothing, which models do write: minutes before the first step."""
         try:
-            self._grade_by_function(reward, self.train[0], "", False)
+            least = self._grade_by_function(reward, self.train[0], "", False).reward
         except RunError as error:
             raise ConfigError(f"{error} (tried on an empty completion, which any model may write)") from None
+        if least < self._options.truncated_reward and "truncated_reward" not in self._options.model_fields_set:
+            raise ConfigError(
+                f"reward {self._options.reward!r} gives {least:g} for an empty completion, but one that is cut off at the "
+                f"length limit gets {self._options.truncated_reward:g}, so that being cut off pays: set "
+                "data.options.truncated_reward to the lowest of your range"
+            )
 
     def grade(self, problem: Problem, text: str, truncated: bool) -> Grade:
         if self._reward is not None:
@@ -120,7 +126,9 @@ def _problems(rows: Iterable[Row], options: JsonlOptions) -> Iterator[Problem]:
         if name in seen:
             raise ConfigError(f"{row.where}: id {name!r} stands at {seen[name]} already; ids must be unique")
         seen[name] = row.where
-        answer = row.text("answer")
+        answer = (
+            row.text("answer") if options.reward is None or "answer" in row.record else ""
+        )  # a reward may need none
         if options.reward is None and options.grading != "exact":
             require_number(answer, row.where)
         yield Problem(name, _messages(row, options), answer, row.record)

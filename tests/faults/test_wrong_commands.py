@@ -461,6 +461,26 @@ def test_dotted_paths(
     assert message in error and module in error
 
 
+@pytest.mark.parametrize("words, message", [
+    ("--set objective.gate=wrong_kinds:func", "is a function; a gate is a class with f and df"),
+    ("--set objective.gate=wrong_kinds.Plain", "write wrong_kinds:Plain"),
+    ("--set objective.gate=wrong_kinds.py:Plain", "write wrong_kinds:Plain"),
+    ("--set objective.gate=wrong_kinds:Plain --set objective.gate_options.k=5", "the fields of a dataclass"),
+    ("--set objective.gate=wrong_kinds:Needy", "cannot be made with {}"),
+    ("--method wrong_kinds:Plain", "--set objective.gate=wrong_kinds:Plain"),
+])  # fmt: skip
+def test_a_gate_that_is_named_or_made_another_way(
+    refused: Refused, place: Path, monkeypatch: pytest.MonkeyPatch, words: str, message: str
+) -> None:
+    (place / "wrong_kinds.py").write_text(
+        "def func(ratio, advantages, old_probs): return ratio\n"
+        "class Plain:\n    def __init__(self, k=3.0): pass\n"
+        "class Needy:\n    def __init__(self, k): pass\n"
+    )
+    monkeypatch.syspath_prepend(place)
+    assert message in refused("train", "--dry-run", "--config", "tiny.yaml", *words.split())
+
+
 @pytest.mark.parametrize("source, message", [
     ("def __init__(self, data): self.train = data.nothing", "nothing"),
     ("def __init__(self): pass", "TypeError"),

@@ -247,6 +247,12 @@ def test_a_reward_function_of_the_user_replaces_grading(tmp_path: Path, monkeypa
         (-1.0, "wrong"), (-0.5, "wrong"), (0.25, "partial"), (1.0, "correct")
     ]  # fmt: skip
     assert task.grade(problem, "123456789", True).reward == -1.0
+    assert "being cut off pays" in _refusal("jsonl", file, reward="user_rewards_for_test:by_length")
+    assert _load("jsonl", file, reward="user_rewards_for_test:by_length", truncated_reward=0.0), "it was asked for"
+    unanswered = _write(tmp_path, [{"prompt": f"Say {n}", "limit": 8} for n in range(4)])
+    free = _load("jsonl", unanswered, reward="user_rewards_for_test:by_length", truncated_reward=-1)
+    assert {problem.answer for problem in free.train} == {""}
+    file = _write(tmp_path, rows)
     assert "'much' for problem 'row-" in _refusal("jsonl", file, reward="user_rewards_for_test:broken")
     assert "is a int" in _refusal("jsonl", file, reward="user_rewards_for_test:constant")
     assert "defines no 'missing'" in _refusal("jsonl", file, reward="user_rewards_for_test:missing")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_lab import plugins
 from grpo_lab.config import Level
-from grpo_lab.errors import ConfigError
+from grpo_lab.errors import ConfigError, in_words
 
 PACKAGE = "grpo_lab.objective.gates"
 
@@ -33,11 +33,17 @@ class GateProtocol(Protocol):
 def build_gate(name: str, options: Mapping[str, float], level: Level = "token") -> GateProtocol:
     """The gate `name` with `options`; ConfigError names the parameters it has when one is wrong, or its levels."""
     gate_class = plugins.load(PACKAGE, name, "Gate")
+    if not isinstance(gate_class, type):
+        raise ConfigError(
+            f"gate {name!r} is a {type(gate_class).__name__}; a gate is a class with f and df(ratio, advantages, old_probs); "
+            "its parameters are the fields of a dataclass"
+        )
     allowed = [field.name for field in fields(gate_class)] if is_dataclass(gate_class) else []
     unknown = sorted(set(options) - set(allowed))
     if unknown:
+        plain = "no parameters" if is_dataclass(gate_class) else "no parameters, which are the fields of a dataclass"
         raise ConfigError(
-            f"objective.gate_options: gate {name!r} has no {unknown[0]!r}; it has: {', '.join(allowed) or 'no parameters'}"
+            f"objective.gate_options: gate {name!r} has no {unknown[0]!r}; it has: {', '.join(allowed) or plain}"
         )
     levels = getattr(gate_class, "levels", (level,))
     if level not in levels:
@@ -45,7 +51,10 @@ def build_gate(name: str, options: Mapping[str, float], level: Level = "token") 
             f"objective.level={level} with objective.gate={name}: this gate is defined for single tokens' ratios; "
             f"it allows level {' or '.join(levels)}"
         )
-    gate: GateProtocol = gate_class(**options)
+    try:
+        gate: GateProtocol = gate_class(**options)
+    except Exception as error:
+        raise ConfigError(f"gate {name!r} cannot be made with {dict(options)}: {in_words(error)}") from None
     _check_contract(gate, name)
     if plugins.is_outside(name):  # those of this folder are tested more closely
         _check_derivative(gate, name)

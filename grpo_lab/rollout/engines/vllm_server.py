@@ -113,9 +113,8 @@ def require_vllm(wanted_by: str) -> None:
         )
 
 
-def server_options(spec: EngineSpec) -> dict[str, Any]:
+def server_options(spec: EngineSpec, on_gpu: bool) -> dict[str, Any]:
     """vLLM's engine arguments of a worker."""
-    on_gpu = torch.cuda.is_available()
     options = engine_options(spec, on_gpu) | {"scheduling_policy": "priority"}  # the proof of a push goes first
     if on_gpu:
         options |= {
@@ -132,7 +131,7 @@ def _workers(spec: EngineSpec, logs: Path) -> list[Worker]:
         require_vllm(f"rollout.workers={count}")
     learners = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     shares = machine_shares(count, settings.worker_gpus, learners) if count else []
-    options = command_line(server_options(spec))
+    options = command_line(server_options(spec, torch.cuda.is_available()))
     lora = spec.model.lora_rank > 0
 
     def own(index: int, share: dict[str, str]) -> Worker:
