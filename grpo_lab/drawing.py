@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
@@ -28,7 +28,7 @@ def save(figure: Figure, stem: Path, grid: bool = True) -> list[Path]:
     return paths
 
 
-def counts_on(axis: Any, most: int | str = "auto") -> None:
+def counts_on(axis: Any, most: int | Literal["auto"] = "auto") -> None:
     """Whole numbers at an axis' ticks, at most so many + 1, with thousands set apart."""
     axis.set_major_locator(MaxNLocator(most, integer=True, steps=[1, 2, 2.5, 5, 10]))
     axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
