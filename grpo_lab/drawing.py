@@ -28,6 +28,11 @@ def save(figure: Figure, stem: Path, grid: bool = True) -> list[Path]:
     return paths
 
 
+def plain(name: str) -> str:
+    """A name from outside as a label: a dollar sign begins no formula."""
+    return name.replace("$", r"\$")
+
+
 def counts_on(axis: Any, most: int | Literal["auto"] = "auto") -> None:
     """Whole numbers at an axis' ticks, at most so many + 1, with thousands set apart."""
     axis.set_major_locator(MaxNLocator(most, integer=True, steps=[1, 2, 2.5, 5, 10]))

@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from grpo_lab.drawing import GREY, PALETTE, counts_on, legend_below, save
+from grpo_lab.drawing import GREY, PALETTE, counts_on, legend_below, plain, save
 from grpo_lab.evaluation.columns import aligned
 from grpo_lab.evaluation.kept import read_evaluations
 from grpo_lab.run_dir import RunDir
@@ -92,7 +92,7 @@ def draw(items: Sequence[Compared], stem: Path) -> list[Path]:
         counts_on(axes.xaxis, most=5)
     for axes in grid[:, 0]:
         axes.set_ylabel("free energy F (reward units)")
-    labels = {f"{item.name}, β = {item.beta:g} (±1 SE)": looks[item.name] for item in items} if alike else {}
+    labels = {f"{plain(item.name)}, β = {item.beta:g} (±1 SE)": looks[item.name] for item in items} if alike else {}
     for label, color in (labels or {f"β = {beta:g} (±1 SE)": color for beta, color in colors.items()}).items():
         figure.axes[0].plot([], [], color=color, marker="o", ms=4, label=label)
     figure.axes[0].plot([], [], color=GREY, ls="--", lw=1, label="floor bracket of each β")

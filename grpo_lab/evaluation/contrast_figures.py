@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from grpo_lab.drawing import GREY, PALETTE, counts_on, legend_below, save
+from grpo_lab.drawing import GREY, PALETTE, counts_on, legend_below, plain, save
 from grpo_lab.evaluation.arms import Arm
 from grpo_lab.evaluation.contrast_table import Comparison
 from grpo_lab.thermo.statistics import Estimate
@@ -126,6 +126,6 @@ def _look(index: int) -> dict[str, Any]:
 def _labels(arms: Sequence[Arm]) -> dict[str, str]:
     """A legend's text for each arm; arms that look alike get the name of their folder."""
     counts = Counter(arm.label for arm in arms)
-    more = {arm.name: f" ({arm.runs[0].path.name})" if counts[arm.label] > 1 else "" for arm in arms}
+    more = {arm.name: f" ({plain(arm.runs[0].path.name)})" if counts[arm.label] > 1 else "" for arm in arms}
     seeds = {arm.name: f", {len(arm.runs)} seeds" if len(arm.runs) > 1 else "" for arm in arms}
     return {arm.name: f"{arm.name}: {arm.label}{seeds[arm.name]}{more[arm.name]}" for arm in arms}
