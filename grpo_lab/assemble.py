@@ -133,10 +133,12 @@ def _check_rollout(config: Config, processes: int) -> None:
         raise ConfigError(f"rollout.in_flight={rollout.in_flight} has no meaning here ({reason}): leave it at wait")
 
 
-def check_data(config: Config) -> None:
-    """Load local data, so that wrong options and rows are refused; data on the hub is not fetched. ConfigError says why."""
-    if config.data.path is not None or config.data.task != "gsm8k":
-        _check_task_size(config, load_task(config.data))
+def check_data(config: Config) -> TaskProtocol | None:
+    """Load local data, so that wrong options and rows are refused; None for data on the hub, which is not fetched.
+
+    ConfigError says why.
+    """
+    return _load_task(config) if config.data.path is not None or config.data.task != "gsm8k" else None
 
 
 def assemble(
@@ -144,14 +146,14 @@ def assemble(
     checkpoint: Checkpoint | None = None,
     training: bool = True,
     say: Callable[[str], None] = lambda line: None,
+    task: TaskProtocol | None = None,
 ) -> Parts:
     """Load data, model and engine; the learner starts from `checkpoint` when given, with its training state if `training`.
 
-    `say` takes a line for the user, now and while the engine runs.
+    `task` is what `check_data` has loaded already. `say` takes a line for the user, now and while the engine runs.
     """
     objective = check(config)
-    task = load_task(config.data)
-    _check_task_size(config, task)
+    task = task or _load_task(config)
     base = resolve_model(config.model)
     tokenizer = load_tokenizer(base, config.model.trust_remote_code)
     sampling = build_sampling(config, base, tokenizer)
@@ -193,12 +195,15 @@ def build_learner(
     )
 
 
-def _check_task_size(config: Config, task: TaskProtocol) -> None:
+def _load_task(config: Config) -> TaskProtocol:
+    """The task, with the held-out problems that evaluations need."""
+    task = load_task(config.data)
     if config.evaluation.enabled and len(task.heldout) < config.evaluation.problems:
         raise ConfigError(
             f"evaluation.problems={config.evaluation.problems}, but task {config.data.task!r} holds out only "
             f"{len(task.heldout)} problems: lower evaluation.problems or raise data.heldout_problems"
         )
+    return task
 
 
 def _weights_dir(config: Config, model: Path) -> Path:

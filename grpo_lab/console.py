@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from grpo_lab.config import Config
-from grpo_lab.errors import shown
+from grpo_lab.errors import counted, shown
 from grpo_lab.library_logs import FOLDER, LibraryLogs
 from grpo_lab.methods import METHODS, gate_in_words
 from grpo_lab.objective.advice import effective_beta_line, warnings
@@ -217,7 +217,7 @@ def describe_config(config: Config, objective: Objective) -> list[str]:
         f"{config.prompts_per_step} prompts; {epochs}",
         f"updates    {updates} per step ({config.learner.passes} passes x {config.learner.mini_batches} mini-batches), "
         f"{steps * updates:,} in all",
-        f"saves      {checkpoints} checkpoint{'s' * (checkpoints > 1)}, one every {config.checkpoint_every:,} rollouts"
+        f"saves      {counted(checkpoints, 'checkpoint')}, one every {config.checkpoint_every:,} rollouts"
         + _kept(config)
         + (f"; {checkpoints + 1} evaluations of {config.evaluation.problems} problems x {config.evaluation.samples} samples"
            if config.evaluation.enabled else "; no evaluation"),

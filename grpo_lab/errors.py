@@ -34,6 +34,12 @@ def unknown_name(kind: str, given: str, known: Iterable[str], meant: Sequence[st
     return ConfigError(f"unknown {kind} {given!r}: {hint}allowed: {', '.join(names)}")
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: "1 problem", "2,048 problems", "3 batches"."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
 def shown(text: str) -> str:
     """Text as it is safe on a terminal and in a log: control characters spelt out, passwords in addresses left out."""
     return _SECRET.sub("***@", text.translate(_UNSEEN | _TURNS))

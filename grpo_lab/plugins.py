@@ -47,10 +47,9 @@ def load(package: str, name: str, class_name: str) -> Any:
     except (ModuleNotFoundError, ValueError) as error:
         if "__path__" in str(error):  # "file.Class", or "file.py:Class"
             parent, _, rest = module_name.rpartition(".")
-            meant = parent if rest == "py" else f"{parent}:{rest}"
+            meant = f"{parent}:{attribute if rest == 'py' else rest}"
             raise ConfigError(
-                f"cannot import {kind} {name!r}: {parent} is a module, no package; write "
-                f"{meant if ':' in meant else f'{meant}:{attribute}'}"
+                f"cannot import {kind} {name!r}: {parent} is a module, no package; write {meant}"
             ) from None
         colon = "" if ":" in name else f", and write {kind}s of other files as module:{class_name}"
         raise ConfigError(

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.cells import cell_len, chop_cells
 
 from grpo_lab.config import Config
+from grpo_lab.errors import counted
 from grpo_lab.reading import Seen, counts, mean_reward
 
 Decode = Callable[[Sequence[int]], str | None]
@@ -76,15 +77,10 @@ def summary(every: Sequence[Seen]) -> str:
     )
     weights = f"{versions[0]}" if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
     return (
-        f"{len(every)} completions of {_problems(every)}: {outcomes}; mean reward "
+        f"{len(every)} completions of {counted(len({one.group for one in every}), 'problem')}: {outcomes}; mean reward "
         f"{mean_reward(every):.3f}; {min(lengths)} to {max(lengths)} tokens, {sum(lengths) / len(lengths):.1f} on average; "
         f"weights {weights}"
     )
-
-
-def _problems(every: Sequence[Seen]) -> str:
-    count = len({one.group for one in every})
-    return f"{count} problem{'' if count == 1 else 's'}"
 
 
 def lines(every: Sequence[Seen], chosen: Sequence[Seen], decode: Decode, layout: Layout) -> list[str]:
@@ -107,9 +103,8 @@ def lines(every: Sequence[Seen], chosen: Sequence[Seen], decode: Decode, layout:
 
 
 def _facts(one: Seen) -> str:
-    extracted = "" if one.extracted is None else f", answer {_quoted(one.extracted)}"
-    if one.outcome == "unparsable":
-        extracted = ", no answer found"
+    missing = ", no answer found" if one.outcome == "unparsable" else ""
+    extracted = missing if one.extracted is None else f", answer {_quoted(one.extracted)}"
     advantage = "" if one.advantage is None else f", advantage {one.advantage:+.3f}"
     last = one.weight_version_end
     weights = f"{one.weight_version}" + (f" to {last}" if last not in (None, one.weight_version) else "")

@@ -58,8 +58,7 @@ def _lead(config: Config, console: Console, resume: RunDir | None, ranks: Ranks,
         held.enter_context(run_lock(resume.path, console.say))
     checkpoint = _resume_point(config, resume, console.say) if resume else None
     check_trackers(config)
-    objective = check(config)
-    check_data(config)
+    objective, task = check(config), check_data(config)
     console.describe(config, objective)
     if not resume:
         RunDir.refuse_existing(config)
@@ -67,7 +66,7 @@ def _lead(config: Config, console: Console, resume: RunDir | None, ranks: Ranks,
         "loading", f"loading    {config.model.place} and the {config.rollout.engine_name} engine", is_news=True
     )
     ranks.share(READY)
-    parts = assemble(config, checkpoint, say=console.say)
+    parts = assemble(config, checkpoint, say=console.say, task=task)
     with stop_signals() as stop:
         try:
             run = resume or RunDir.create(config)

@@ -65,12 +65,15 @@ app.add_typer(laboratory.lab, name="lab")
 app.add_typer(laboratory.plot, name="plot")
 
 _UsageError: Any = typer.BadParameter.__mro__[2]  # click's ClickException, in whichever package typer keeps it
-_WITH_CONFIG = ("train", "sweep", "rollout", "worker", "doctor", "verify-resume")
 
 
-def _in_our_words(text: str, words: Sequence[str]) -> str:
-    """A complaint about an option's value with the value, which typer leaves out; about a stray word with what is meant."""
-    if "unexpected extra argument" in text and words[1:2] and words[1] in _WITH_CONFIG:
+def _in_our_words(text: str, words: Sequence[str], context: Any) -> str:
+    """A complaint about an option's value with the value, which typer leaves out; about a stray word with what is meant.
+
+    `context` is click's of the command that complains, None where it has none.
+    """
+    takes_config = context is not None and any("--config" in option.opts for option in context.command.params)
+    if "unexpected extra argument" in text and takes_config:
         return f"{text}: a config file is given as --config FILE, a value as --set key=value"
     if not (found := re.match(r"Invalid value for '(--[\w-]+)'", text)):
         return text
@@ -79,21 +82,11 @@ def _in_our_words(text: str, words: Sequence[str]) -> str:
     return text.replace(f"'{option}'", f"'{option}': {given[0]!r}", 1) if given else text
 
 
-def _help_of(words: Sequence[str]) -> str:
-    """The command that explains what was meant: of the command that was called, where there is such."""
-    known = {command.name or (command.callback and command.callback.__name__) for command in app.registered_commands}
-    return (
-        f"grpo-lab {words[1]} --help"
-        if words[1:] and words[1].replace("-", "_") in known | {"list"}
-        else "grpo-lab --help"
-    )
-
-
 def main() -> None:
     """Entry point: a UserError becomes one line on standard error and its exit code."""
     try:
         with leaving_on_signals():
-            code = app(standalone_mode=False)
+            code = app(standalone_mode=False, prog_name="grpo-lab")
         sys.exit(code if isinstance(code, int) else 0)
     except UserError as error:
         sys.stderr.write(f"grpo-lab: {' '.join(shown(str(error)).split())}\n")
@@ -107,12 +100,12 @@ def main() -> None:
     except typer.Exit as stop:
         sys.exit(stop.exit_code)
     except _UsageError as error:
-        text = _in_our_words(error.format_message(), sys.argv)
+        context = getattr(error, "ctx", None)
+        text = _in_our_words(error.format_message(), sys.argv, context)
         is_help = text.startswith("Usage:")  # a command without its arguments
+        line = f"grpo-lab: {' '.join(shown(text).split()).rstrip('.')}; see"
         sys.stderr.write(
-            text + "\n"
-            if is_help
-            else f"grpo-lab: {' '.join(shown(text).split()).rstrip('.')}; see {_help_of(sys.argv)}\n"
+            f"{text}\n" if is_help else f"{line} {context.command_path if context else 'grpo-lab'} --help\n"
         )
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):

@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 
 from grpo_lab.config import expand_path
-from grpo_lab.errors import ConfigError, RunError
+from grpo_lab.errors import ConfigError, RunError, counted
 from grpo_lab.storage.scratch import whole_file
 from grpo_lab.sweep import Member
 
@@ -70,7 +70,7 @@ class Layout:
             )
 
     def __str__(self) -> str:
-        own = f"{self.learners} learner node{'s' if self.learners > 1 else ''} x {self.processes} processes"
+        own = f"{counted(self.learners, 'learner node')} x {self.processes} processes"
         return f"{own}, {self.samplers} rollout nodes x {self.workers} workers" if self.samplers else own
 
     @property

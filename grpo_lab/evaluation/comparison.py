@@ -74,10 +74,10 @@ def draw(items: Sequence[Compared], stem: Path) -> list[Path]:
     Runs that differ in none of these nor in the seed have a colour each, and their names.
     """
     panels = list(dict.fromkeys((item.method, item.recipe) for item in items))
-    betas = sorted({item.beta for item in items})
-    colors = {beta: PALETTE[index % len(PALETTE)] for index, beta in enumerate(betas)}
     alike = len({(item.method, item.recipe, item.beta, item.seed) for item in items}) < len(items)
-    looks = {item.name: PALETTE[index % len(PALETTE)] for index, item in enumerate(items)}
+    label = lambda item: (f"{plain(item.name)}, " if alike else "") + f"β = {item.beta:g} (±1 SE)"  # noqa: E731
+    labels = dict.fromkeys(label(item) for item in sorted(items, key=lambda item: item.beta))
+    colors = {text: PALETTE[index % len(PALETTE)] for index, text in enumerate(labels)}
     columns = min(len(panels), 4)
     bands = -(-len(panels) // columns)
     figure = Figure(figsize=(max(7.0, 3.6 * columns + 0.6), 3.7 * bands + 0.5), layout="constrained")
@@ -86,18 +86,17 @@ def draw(items: Sequence[Compared], stem: Path) -> list[Path]:
         axes.set_axis_off()
     for axes, (method, recipe) in zip(grid.flat, panels, strict=False):
         for item in (item for item in items if (item.method, item.recipe) == (method, recipe)):
-            _curve(axes, item, looks[item.name] if alike else colors[item.beta])
+            _curve(axes, item, colors[label(item)])
         axes.set_title(f"{method}, {recipe}", fontsize=10)
         axes.set_xlabel("rollouts")
         counts_on(axes.xaxis, most=5)
     for axes in grid[:, 0]:
         axes.set_ylabel("free energy F (reward units)")
-    labels = {f"{plain(item.name)}, β = {item.beta:g} (±1 SE)": looks[item.name] for item in items} if alike else {}
-    for label, color in (labels or {f"β = {beta:g} (±1 SE)": color for beta, color in colors.items()}).items():
-        figure.axes[0].plot([], [], color=color, marker="o", ms=4, label=label)
+    for text, color in colors.items():
+        figure.axes[0].plot([], [], color=color, marker="o", ms=4, label=text)
     figure.axes[0].plot([], [], color=GREY, ls="--", lw=1, label="floor bracket of each β")
     figure.axes[0].plot([], [], color=GREY, lw=1, ls=":", label="reference, F = −E[r]")
-    legend_below(figure, columns=min(len(betas) + 2, 2 * columns))
+    legend_below(figure, columns=min(len(colors) + 2, 2 * columns))
     return save(figure, stem)
 
 

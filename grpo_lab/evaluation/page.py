@@ -160,10 +160,10 @@ def _overview(runs: Sequence[RunDir]) -> dict[str, Any] | None:
     items = comparison.compared(runs)
     if len(items) < 2:
         return None
-    head, *rows = without_empty([comparison.HEAD, *map(comparison.cells, items)])
+    shown = without_empty([comparison.HEAD, *map(comparison.cells, items)])
+    head, *rows = [[_minus(cell) for cell in row] for row in shown]
     figures = _drawn(lambda folder: comparison.draw(items, folder / "comparison"))
-    plain = [[_minus(cell) for cell in row] for row in rows]
-    return {"head": map(_minus, head), "rows": list(zip(places, plain, strict=True)), "figures": figures}
+    return {"head": head, "rows": list(zip(places, rows, strict=True)), "figures": figures}
 
 
 def _drawn(draw: Callable[[Path], Sequence[Path]]) -> list[dict[str, str]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from grpo_lab.config import Config, expand_path
 from grpo_lab.console import Console, describe_config
 from grpo_lab.environment.limits import cores_fact, space
-from grpo_lab.errors import ConfigError
+from grpo_lab.errors import ConfigError, counted
 from grpo_lab.objective.axes import Objective
 from grpo_lab.planning.memory import full_length, learner_memory, planned_machine, running_at_once, shares_prompt
 from grpo_lab.planning.memory_lines import gib, memory_lines
@@ -67,7 +67,7 @@ def _sampling(config: Config, objective: Objective) -> str:
     count = rollout.started_workers + len(rollout.urls)
     where = "in the learner's process"
     if rollout.has_workers:
-        where = f"over {_count(count, 'worker')}, {-(-config.rollouts_per_step // count):,} each"
+        where = f"over {counted(count, 'worker')}, {-(-config.rollouts_per_step // count):,} each"
     text = f"{config.rollouts_per_step:,} rollouts a step {where}"
     if rollout.engine_name in ("vllm", "vllm_server"):
         text += f"; at most {running_at_once(config)} run at once{' in a worker' if rollout.has_workers else ''}"
@@ -91,7 +91,7 @@ def _forward_lines(config: Config, shape: ModelShape | None, processes: int) -> 
     lines = [
         f"forward    {budget:,} tokens fit in a micro-batch: {max(1, (budget - prompt) // rest):,} full-length siblings with "
         f"their prompt shared, {max(1, budget // (prompt + rest)):,} without",
-        f"           here the prompt is {'' if used else 'not '}shared: {of} runs in {_count(plan.count, 'micro-batch')}, the "
+        f"           here the prompt is {'' if used else 'not '}shared: {of} runs in {counted(plan.count, 'micro-batch')}, the "
         f"largest of {plan.sequences:,} sequences, {plan.tokens:,} tokens",
     ]
     if plan.tokens > budget:
@@ -100,11 +100,6 @@ def _forward_lines(config: Config, shape: ModelShape | None, processes: int) -> 
             f"runs alone, over the budget: raise it to {plan.tokens:,}, or lower rollout.max_prompt_tokens or max_new_tokens"
         )
     return lines
-
-
-def _count(number: int, noun: str) -> str:
-    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
-    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def _process_lines(groups: int, processes: int) -> list[str]:

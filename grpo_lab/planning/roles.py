@@ -36,6 +36,11 @@ class Launch:
         """The learner's processes on all machines."""
         return self.processes * self.nodes
 
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the planned machine has GPUs."""
+        return self.gpu_memory is not None or torch.cuda.is_available()
+
 
 def role_lines(config: Config, launch: Launch) -> list[str]:
     """The commands, one line each; nothing is started. Of the environment only what a role changes is shown.
@@ -53,7 +58,7 @@ def role_lines(config: Config, launch: Launch) -> list[str]:
     if config.rollout.has_workers:
         return lines + _worker_lines(spec, launch)
     if config.rollout.engine_name == "vllm":
-        options = in_process_options(spec, launch.gpu_memory is not None or torch.cuda.is_available())
+        options = in_process_options(spec, launch.on_gpus)
         lines.append(f"engine     vLLM in the learner's process with {shlex.join(command_line(options))}")
     return lines
 
@@ -75,9 +80,7 @@ def _learner_share(launch: Launch) -> str:
 def _worker_lines(spec: EngineSpec, launch: Launch) -> list[str]:
     settings, planned = spec.rollout, launch.gpu_memory is not None
     count = settings.started_workers
-    command = shlex.join(
-        server_command(command_line(server_options(spec, planned or torch.cuda.is_available())), ["--uds", "SOCKET"])
-    )
+    command = shlex.join(server_command(command_line(server_options(spec, launch.on_gpus)), ["--uds", "SOCKET"]))
     lines = []
     shares = [] if planned or not count else machine_shares(count, settings.worker_gpus, launch.processes)
     if planned and count:

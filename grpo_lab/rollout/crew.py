@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from grpo_lab.config import RolloutConfig
-from grpo_lab.errors import RunError
+from grpo_lab.errors import RunError, counted
 from grpo_lab.rollout.client import WorkerError
 from grpo_lab.rollout.worker import Worker
 
@@ -58,9 +58,7 @@ class Crew:
         start = time.monotonic()
         own = [worker for worker in self._workers if worker.server]
         if own:
-            self.say(
-                f"workers    starting {len(own)} vLLM server{'s' if len(own) > 1 else ''} (half a minute on a CPU)"
-            )
+            self.say(f"workers    starting {counted(len(own), 'vLLM server')} (half a minute on a CPU)")
         try:
             async with asyncio.TaskGroup() as group:
                 for worker in self._workers:

@@ -126,9 +126,8 @@ def _problems(rows: Iterable[Row], options: JsonlOptions) -> Iterator[Problem]:
         if name in seen:
             raise ConfigError(f"{row.where}: id {name!r} stands at {seen[name]} already; ids must be unique")
         seen[name] = row.where
-        answer = (
-            row.text("answer") if options.reward is None or "answer" in row.record else ""
-        )  # a reward may need none
+        needs_none = options.reward is not None and "answer" not in row.record
+        answer = "" if needs_none else row.text("answer")
         if options.reward is None and options.grading != "exact":
             require_number(answer, row.where)
         yield Problem(name, _messages(row, options), answer, row.record)

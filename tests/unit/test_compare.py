@@ -235,6 +235,19 @@ def test_graded_rewards_have_no_floor_at_a_beta_they_were_not_evaluated_at(tmp_p
     assert re.search(r"F at beta 0.05, .*; floor F\* \[", text) and re.search(r"F at beta 0.5, .* of all$", text, re.M)
 
 
+def test_a_reference_that_is_paid_differently_is_said(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / name, [f"method={method}"], 0.2, 0.4) for name, method in (("a", "dapo"), ("b", "sao"))
+    ]
+    assert not any("was the reward changed" in note for note in compared(*runs).notes)
+    for file in runs[1].evaluations.glob("*.json"):
+        row = json.loads(file.read_text())
+        row["reference_reward"]["mean"] += 0.1
+        file.write_text(json.dumps(row))
+    (note,) = [note for note in compared(*runs).notes if "was the reward changed" in note]
+    assert note.startswith("A - B: the reference has E[r] ")
+
+
 def test_runs_of_unequal_length_meet_at_the_last_common_evaluation(tmp_path: Path) -> None:
     short = write_run(tmp_path / "a", [], 0.2, 0.4, steps=2)
     long = write_run(tmp_path / "b", ["method=sao"], 0.2, 0.2, steps=4)

@@ -118,9 +118,8 @@ def _output_kept() -> Iterator[str]:
         yield path
         os.unlink(path)
     except BaseException as error:
-        if not isinstance(error, Exception) or isinstance(
-            error, ConfigError
-        ):  # a signal, no vLLM: nothing it would tell
+        # a stop signal came, or vLLM is missing: nothing went wrong that it would tell
+        if isinstance(error, ConfigError) or not isinstance(error, Exception):
             os.unlink(path)
         raise
     finally:
